@@ -1,0 +1,77 @@
+# Two commands to remember: `make demo` and `make test`. Either may come first; each needs python3 with
+# pip and venv, this Makefile, and a package index. Everything is installed into $(VENV) from exact,
+# hashed versions (requirements/), once, and again when those change.
+
+PYTHON ?= python3
+VENV ?= .venv
+PARITY_VENV ?= .venv-parity
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+LOCK := requirements/$(PYTAG).txt
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(PYTAG)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help env demo model test test-fast test-full lint types parity lock clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+env: $(STAMP) ## create the environment and install the locked versions
+
+$(STAMP): $(wildcard requirements/py31*.txt) pyproject.toml
+	@test -f "$(LOCK)" || { echo "PYTHON=$(PYTHON) is $(PYTAG): locks exist for Python 3.11 and 3.12; try make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo "PYTHON=$(PYTHON): its venv module is missing; install it (Debian: apt install python3-venv) or set PYTHON" >&2; exit 2; }
+	@echo "installing the locked packages into $(VENV) (once; 1 to 3 minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) --require-hashes -r $(LOCK)
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+	touch $@
+
+demo: $(STAMP) ## fetch the default model and decode with a shared, copied and reused KV cache
+	$(BIN)/pagedjax demo $(DEMO_ARGS)
+
+model: $(STAMP) ## fetch the default model and do nothing else
+	$(BIN)/pagedjax doctor --fetch-model
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+test: lint types ## lint, types and the default tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
+	$(BIN)/python -m pytest -m "not full and not parity and not slow and not smollm" $(PYTEST_ARGS)
+
+test-full: lint types ## the default tests and the large products
+	$(BIN)/python -m pytest -m "not parity" $(PYTEST_ARGS)
+
+# torch and transformers stay out of $(VENV): the judges share nothing with what they judge.
+$(PARITY_VENV)/.installed: requirements/parity-$(PYTAG).txt $(LOCK) pyproject.toml
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/python $(PIP_INSTALL) -r requirements/parity-$(PYTAG).txt
+	$(PARITY_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+	touch $@
+
+requirements/parity-%.txt:
+	@echo "$@ is not there: the parity judges are locked for Python 3.11; try make parity PYTHON=python3.11" >&2; exit 2
+
+parity: $(PARITY_VENV)/.installed ## compare with torch and transformers (its own environment, about 1 GB)
+	$(PARITY_VENV)/bin/pagedjax doctor --fetch-model
+	$(PARITY_VENV)/bin/python -m pytest -m parity $(PYTEST_ARGS)
+
+# Needs uv (https://docs.astral.sh/uv) on PATH; nothing else here does.
+lock: ## write requirements/ anew from pyproject.toml
+	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/py311.txt
+	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/py312.txt
+
+clean: ## remove environments and caches of this checkout
+	rm -rf $(VENV) $(PARITY_VENV) .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

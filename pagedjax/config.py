@@ -1,8 +1,28 @@
-"""Settings as frozen dataclasses: what each knob means, its unit, and when to change it."""
+"""Settings as frozen dataclasses: what each knob means, its unit, and when to change it.
+
+Three ways in, one set of rules: a `Config` built in Python, a TOML file with one table per section, and
+`key=value` strings. A key is written with its section (`cache.block_size`) or without it where only one
+section has it (`block_size`). Every value is checked when the object is made.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+_BOOLS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
 @dataclass(frozen=True)
@@ -19,6 +39,16 @@ class ModelSource:
     model: str = "smollm2-135m"
     dtype: str = "float32"
     max_model_len: int = 0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model.strip()), "model.model='': must name a model; try smollm2-135m")
+        _require(
+            self.dtype in DTYPES, f"model.dtype={self.dtype}: must be one of {', '.join(DTYPES)}; try float32"
+        )
+        _require(
+            self.max_model_len >= 0,
+            f"model.max_model_len={self.max_model_len}: must be positive, or 0 for the model's own; try 2048",
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +76,26 @@ class CacheConfig:
     prefix_caching: bool = True
     dtype: str = ""
 
+    def __post_init__(self) -> None:
+        size = self.block_size
+        _require(
+            1 <= size <= 1024 and size & (size - 1) == 0,
+            f"cache.block_size={size}: must be a power of two between 1 and 1024; try 16 or 32",
+        )
+        _require(
+            self.num_blocks == 0 or self.num_blocks >= 2,
+            f"cache.num_blocks={self.num_blocks}: must be at least 2 (block 0 is never handed out), or 0 to "
+            "size the pool from cache.memory_bytes; try 1024",
+        )
+        _require(
+            self.num_blocks > 0 or self.memory_bytes > 0,
+            f"cache.memory_bytes={self.memory_bytes}: must be positive where num_blocks is 0; try 512MiB",
+        )
+        _require(
+            self.dtype in ("", *DTYPES),
+            f"cache.dtype={self.dtype}: must be one of {', '.join(DTYPES)}, or empty to follow the model",
+        )
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -63,6 +113,13 @@ class SchedulerConfig:
     chunk_tokens: int = 256
     chunked_prefill: bool = True
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("token_budget", 1), ("chunk_tokens", 0)):
+            value = getattr(self, name)
+            _require(
+                value >= least, f"scheduler.{name}={value}: must be at least {least}; try {max(32, least)}"
+            )
+
 
 @dataclass(frozen=True)
 class RuntimeConfig:
@@ -79,6 +136,9 @@ class RuntimeConfig:
     compilation_cache_dir: str = ""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -88,3 +148,145 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain values, section by section."""
+        return dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        """Hex SHA-256 of all settings: equal digests mean equal settings, on any machine.
+
+        Example:
+            >>> Config().digest() == Config(cache=CacheConfig(block_size=16)).digest()
+            True
+        """
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def replace(self, overrides: Mapping[str, Any]) -> Config:
+        """A copy with some settings changed.
+
+        Args:
+            overrides: Key (with or without its section) to value. Strings are read as on the command
+                line, so "32", "1GiB" and "off" work wherever their kind is asked for.
+
+        Raises:
+            ValueError: Unknown or ambiguous key, or a value of another kind or out of its range.
+
+        Example:
+            >>> Config().replace({"block_size": 32, "cache.memory_bytes": "2GiB"}).cache.memory_bytes
+            2147483648
+        """
+        sections = self.to_dict()
+        for key, value in overrides.items():
+            section, name = _resolve(key)
+            kind = _fields(section)[name]
+            sections[section][name] = _parse(f"{section}.{name}", value, kind)
+        return Config(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
+
+
+_SECTIONS: dict[str, type] = {
+    "model": ModelSource,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "runtime": RuntimeConfig,
+}
+
+
+def load_config(path: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
+    """Read a TOML file, then apply `key=value` strings in order.
+
+    Args:
+        path: TOML file with tables [model], [cache], [scheduler], [runtime]; None starts from the defaults.
+        settings: `key=value` strings, as of `--set`; they win over the file.
+
+    Raises:
+        ValueError: No such file, not TOML, an unknown key (the nearest is named), a bad value.
+    """
+    config = Config()
+    if path is not None:
+        config = _with_file(config, Path(path))
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting}: must be key=value; try --set block_size=32")
+        config = config.replace({key.strip(): value.strip()})
+    return config
+
+
+def _with_file(config: Config, path: Path) -> Config:
+    if not path.is_file():
+        raise ValueError(f"config {path}: no such file; give a .toml file, for example one of configs/serve/")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"config {path}: is not valid TOML ({error}); see configs/serve/ for examples"
+        ) from None
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    try:
+        return config.replace(flat)
+    except ValueError as error:
+        raise ValueError(f"config {path}: {error}") from None
+
+
+def _fields(section: str) -> dict[str, type]:
+    return get_type_hints(_SECTIONS[section])
+
+
+def _resolve(key: str) -> tuple[str, str]:
+    """The (section, field) that a key names."""
+    section, dot, name = key.partition(".")
+    if dot and section in _SECTIONS and name in _fields(section):
+        return section, name
+    owners = [s for s in _SECTIONS if key in _fields(s)]
+    if len(owners) == 1:
+        return owners[0], key
+    if owners:
+        choices = " or ".join(f"{owner}.{key}" for owner in owners)
+        raise ValueError(f"{key}: more than one section has it; write {choices}")
+    known = [f"{s}.{f}" for s in _SECTIONS for f in _fields(s)]
+    # Compare full names with full names and bare ones with bare ones; the answer is always a full name.
+    bare = {full.split(".")[1]: full for full in known}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near += [bare[m] for m in difflib.get_close_matches(key.rpartition(".")[2], bare, n=1, cutoff=0.5)]
+    remedy = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+    raise ValueError(f"{key}: is not a setting; {remedy}")
+
+
+def _parse(key: str, value: Any, kind: type) -> Any:
+    """A value of the field's kind, from a string as typed or a value as TOML and Python give it."""
+    if kind is str:
+        if isinstance(value, str):
+            return value
+        raise ValueError(f"{key}={value!r}: must be a string; put it in quotes")
+    if kind is bool:
+        known = _BOOLS.get(value.lower()) if isinstance(value, str) else value
+        if isinstance(known, bool):
+            return known
+        raise ValueError(f"{key}={value}: must be true or false; try {key}=true")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        parsed = _parse_int(value, with_units=key.endswith("_bytes"))
+        if parsed is not None:
+            return parsed
+    example = "512MiB or 2GiB" if key.endswith("_bytes") else "a number such as 16"
+    raise ValueError(f"{key}={value}: must be a whole number; try {example}")
+
+
+def _parse_int(text: str, *, with_units: bool) -> int | None:
+    if re.fullmatch(r"-?\d[\d_]*", text):
+        return int(text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.lower()) if with_units else None
+    return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -57,6 +57,7 @@ test-full: lint types ## the default tests and the large products
 # torch and transformers stay out of $(VENV): the judges share nothing with what they judge.
 $(PARITY_VENV)/.installed: requirements/parity-$(PYTAG).txt $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/python $(PIP_INSTALL) --require-hashes -r $(LOCK)
 	$(PARITY_VENV)/bin/python $(PIP_INSTALL) -r requirements/parity-$(PYTAG).txt
 	$(PARITY_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@

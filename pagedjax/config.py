@@ -109,8 +109,8 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int = 32
-    token_budget: int = 288
-    chunk_tokens: int = 256
+    token_budget: int = 256
+    chunk_tokens: int = 0
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:

@@ -10,8 +10,6 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 
 
@@ -110,8 +108,6 @@ class Sequence:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    num_emitted_chars: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -137,13 +133,22 @@ class Request:
 
     Attributes:
         request_id: The caller's name for it, unique among live requests.
-        prompt_token_ids: i32[num_prompt_tokens], at least one.
+        prompt_token_ids: At least one.
+        sampling: How to continue it.
+        seed: Root of its samples' keys, u32.
         extra: Typed extra keys that separate its blocks from others' (adapter, salt).
-        arrival: Logical time of `Engine.add`.
+        arrival: Engine clock at `Engine.add`, seconds.
+        sequences: Its samples, in order.
+        forked: Each live sequence has a block table of its own. False until the shared prompt is computed.
+        num_cached_tokens: Prompt tokens hit at the first admission; None before it.
+        miss_reason, matched_tokens: What that lookup said.
+        num_copies: Blocks copied on write, by sequences that have already given theirs back.
+        num_preemptions: Times it lost its blocks.
+        first_token_at: Engine clock at its first token, seconds.
     """
 
     request_id: str
-    prompt_token_ids: np.ndarray
+    prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     extra: ExtraKeys = ExtraKeys()

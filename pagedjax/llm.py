@@ -1,0 +1,258 @@
+"""LLM: a model, its tokenizer and an engine over a paged, prefix-shared KV cache, in one object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagedjax.cache import ExtraKeys, PagedManager
+from pagedjax.config import Config
+from pagedjax.engine import Engine, StepRecord
+from pagedjax.progress import bar
+from pagedjax.request import RequestOutput, SamplingParams
+
+_DEFAULT_MAX_MODEL_LEN = 2048
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """Load a model and decode with it.
+
+    Args:
+        model: Overrides `config.model.model` where given.
+        config: All settings; None takes the defaults.
+        progress: Show downloads, loading and generation on stderr.
+        cache_dir: Where models and compiled programs are kept; None is the user's cache folder.
+        on_compile: Called with a bucket before its step is compiled (seconds each, once per machine).
+        on_step: Called with each step's `StepRecord`.
+        **settings: `section.key` settings with the dot written as two underscores, for example
+            `cache__block_size=32`.
+
+    Raises:
+        ValueError: A setting is out of its range, the model cannot be read, or the pool does not fit.
+
+    Example:
+        >>> llm = LLM("smollm2-135m")                                    # doctest: +SKIP
+        >>> llm.generate(["The capital of France is"])[0].outputs[0].text  # doctest: +SKIP
+        ' Paris.'
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        config: Config | None = None,
+        *,
+        progress: bool = True,
+        cache_dir: Path | None = None,
+        on_compile: Callable[[Any], None] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        changes = {name.replace("__", "."): value for name, value in settings.items()}
+        if model is not None:
+            changes["model.model"] = model
+        config = (config or Config()).replace(changes)
+        # Heavy imports wait until a model is really wanted.
+        from pagedjax.kernels import KVLayout
+        from pagedjax.models import load_model
+        from pagedjax.runtime import JaxRunner
+
+        self.cache_dir = cache_dir or user_cache_dir()
+        _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
+        self.progress = progress
+        loaded = load_model(
+            config.model.model, dtype=config.model.dtype, cache_dir=self.cache_dir, progress=progress
+        )
+        self.model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
+        if length > loaded.config.max_model_len:
+            raise ValueError(
+                f"model.max_model_len={length}: must not exceed the model's own {loaded.config.max_model_len}; "
+                "lower it"
+            )
+        one_block = KVLayout(
+            loaded.config.num_layers,
+            1,
+            config.cache.block_size,
+            loaded.config.num_kv_heads,
+            loaded.config.head_dim,
+            config.cache.dtype or config.model.dtype,
+        )
+        num_blocks = config.cache.num_blocks or max(2, config.cache.memory_bytes // one_block.num_bytes)
+        layout = dataclasses.replace(one_block, num_blocks=num_blocks)
+        _check_memory(layout.num_bytes, num_blocks)
+        self.config = config
+        self.max_model_len = length
+        self.manager = PagedManager(
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            index=config.cache.index,
+            policy=config.cache.policy,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        self.runner = JaxRunner(
+            loaded.config,
+            loaded.params,
+            layout,
+            config.scheduler,
+            max_model_len=length,
+            implementation=config.runtime.implementation or None,
+            on_compile=on_compile,
+        )
+        self.engine = Engine(
+            self.manager,
+            self.runner,
+            config.scheduler,
+            max_model_len=length,
+            eos_token_ids=loaded.config.eos_token_ids or loaded.tokenizer.eos_token_ids,
+            decode=loaded.tokenizer.decode,
+            hash_scheme=config.cache.hash,
+            seed=config.runtime.seed,
+            on_step=on_step,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        extra: ExtraKeys = ExtraKeys(),
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, batched continuously; one output per prompt, in order.
+
+        Args:
+            prompts: Texts, or token id lists; a single one is a batch of one.
+            sampling: For all, or one per prompt.
+            extra: Extra keys of all of them (adapter, cache salt).
+            progress: Show a bar on stderr; None follows the object's setting.
+
+        Raises:
+            ValueError: One of the prompts can never run; none was started.
+        """
+        batch = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        params = [sampling] * len(batch) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != len(batch):
+            raise ValueError(
+                f"sampling: {len(params)} given for {len(batch)} prompts; give one for all or one for each"
+            )
+        token_ids = [self.encode(prompt) for prompt in batch]
+        for ids, one in zip(token_ids, params, strict=True):
+            self.engine.check(ids, one)
+        order = [self.engine.add(ids, one, extra=extra) for ids, one in zip(token_ids, params, strict=True)]
+        return self._finish(order, self.progress if progress is None else progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations under the model's chat template.
+
+        Args:
+            conversations: One list of {"role", "content"} messages, or a list of such lists.
+            sampling: As in `generate`.
+            **options: As in `generate`.
+        """
+        many = (
+            conversations if conversations and not isinstance(conversations[0], Mapping) else [conversations]
+        )
+        prompts = [self.encode_chat(messages) for messages in many]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling, **options)
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams = SamplingParams(), *, extra: ExtraKeys = ExtraKeys()
+    ) -> Iterator[RequestOutput]:
+        """Yield one prompt's output as it grows; leaving the loop early aborts the request."""
+        return self.engine.stream(self.encode(prompt), sampling, extra=extra)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, with the model's own special tokens; ids pass through, checked.
+
+        Raises:
+            ValueError: An id is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = [int(token) for token in prompt]
+        vocab = self.model_config.vocab_size
+        for at, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise ValueError(
+                    f"prompt token {at} is {token}: must be in [0, {vocab}), the model's vocabulary"
+                )
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to speak."""
+        text = self.tokenizer.apply_chat(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special=False)
+
+    def warm_up(self) -> None:
+        """Compile all programs now (at most 12; cached on disk), with a progress bar."""
+        with bar("compiling", len(self.runner.buckets.ladder), self.progress) as advance:
+            self.runner.warm_up(lambda _: advance(1))
+
+    def _finish(self, order: list[str], progress: bool) -> list[RequestOutput]:
+        waiting = set(order)
+        done: dict[str, RequestOutput] = {}
+        try:
+            with bar("generating", len(order), progress) as advance:
+                while waiting:
+                    for output in self.engine.step():
+                        if output.finished and output.request_id in waiting:
+                            waiting.remove(output.request_id)
+                            done[output.request_id] = output
+                            advance(1)
+        finally:
+            for request_id in waiting:  # interrupted: give the blocks back
+                self.engine.abort(request_id)
+        return [done[request_id] for request_id in order]
+
+
+def user_cache_dir() -> Path:
+    """Where models and compiled programs are kept unless told otherwise."""
+    return Path.home() / ".cache" / "pagedjax"
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return bool(len(prompts)) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
+
+
+def _keep_compiled_programs(setting: str, cache_dir: Path) -> None:
+    """Point jax's persistent compilation cache at a folder: an unrolled step takes seconds to compile."""
+    import jax
+
+    if setting == "off":
+        return
+    folder = Path(setting) if setting else cache_dir / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _check_memory(pool_bytes: int, num_blocks: int) -> None:
+    """Refuse a pool the machine cannot hold, before the allocator is killed for it.
+
+    Raises:
+        ValueError: Names both sizes.
+    """
+    import jax
+    import psutil
+
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        available = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    else:
+        available = psutil.virtual_memory().available
+    if pool_bytes > available:
+        raise ValueError(
+            f"KV pool of {num_blocks} blocks: needs {pool_bytes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB is "
+            "free; lower cache.num_blocks or cache.memory_bytes"
+        )

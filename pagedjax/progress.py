@@ -1,0 +1,49 @@
+"""One progress bar for all long work, on stderr, so that stdout holds results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def bar(
+    label: str, total: float | None, enabled: bool = True, unit: str = ""
+) -> Iterator[Callable[[float], None]]:
+    """Show a bar while the block runs.
+
+    Args:
+        label: What is being done.
+        total: Amount of work; None shows activity without an end.
+        enabled: False draws nothing.
+        unit: "B" counts in bytes, with speed; anything else counts things.
+
+    Yields:
+        A function that moves the bar on by an amount.
+    """
+    if not enabled:
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    count = DownloadColumn() if unit == "B" else MofNCompleteColumn()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        count,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda amount: progress.advance(task, amount)

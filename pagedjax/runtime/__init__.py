@@ -1,0 +1,7 @@
+"""Where the two halves meet: packing plans into arrays and running them on a jax device."""
+
+from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
+from pagedjax.runtime.runner import JaxRunner
+from pagedjax.runtime.sampling import SamplingBatch, sample_tokens
+
+__all__ = ["Bucket", "Buckets", "JaxRunner", "SamplingBatch", "StepBatch", "pack", "sample_tokens"]

@@ -1,0 +1,151 @@
+"""From a StepPlan to arrays of a few fixed shapes: the bucket ladder and the packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.kernels import RaggedBatch, plan_ragged
+from pagedjax.runtime.sampling import SamplingBatch
+from pagedjax.scheduler import StepPlan
+
+Array = Any
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The static shapes of one compiled step.
+
+    Attributes:
+        num_decodes: One-token rows it has room for.
+        num_prefill_tokens: Tokens of longer rows it has room for; 0: a pure decode step.
+        num_seqs: Rows in total.
+        num_samples: Rows that draw a token.
+    """
+
+    num_decodes: int
+    num_prefill_tokens: int
+    num_seqs: int
+    num_samples: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+    def fits(self, decodes: int, prefill_tokens: int, seqs: int, samples: int) -> bool:
+        return (
+            decodes <= self.num_decodes
+            and prefill_tokens <= self.num_prefill_tokens
+            and seqs <= self.num_seqs
+            and samples <= self.num_samples
+        )
+
+    def __str__(self) -> str:
+        return f"{self.num_decodes} decodes + {self.num_prefill_tokens} prefill tokens"
+
+
+class Buckets:
+    """The ladder of step shapes: at most 12, so at most 12 compiled programs.
+
+    Three sizes of decode batch (1, about max_num_seqs/4, max_num_seqs) by four of prefill tokens (none,
+    1/16, 1/4 and all of the budget). Warm-up and packing read this one object, so they cannot drift.
+
+    Args:
+        config: Limits of one step.
+    """
+
+    # A step of prefills alone seldom ends more prompts than this; one that does takes a wider bucket.
+    _FEW_SAMPLES = 8
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        seqs = config.max_num_seqs
+        decodes = sorted({1, _power_of_two(max(1, seqs // 4)), seqs})
+        most = config.token_budget if config.chunked_prefill else max(config.token_budget, 1)
+        chunk = min(most, config.chunk_tokens or most)
+        # Decodes of running sequences and chunks share the budget, so the largest prefill part is the
+        # budget itself only where the step has no decodes.
+        prefill = sorted({_power_of_two(max(2, chunk // 16)), _power_of_two(max(2, chunk // 4)), most})
+        ladder = {Bucket(d, 0, d, d) for d in decodes}
+        for tokens in prefill:
+            ladder.add(Bucket(0, tokens, seqs, min(self._FEW_SAMPLES, seqs)))
+            ladder |= {Bucket(d, tokens, seqs, max(d, min(self._FEW_SAMPLES, seqs))) for d in decodes[1:]}
+        self.ladder = tuple(sorted(ladder, key=lambda b: (b.num_tokens, b.num_samples)))
+
+    def smallest(self, plan: StepPlan) -> Bucket:
+        """The bucket with the fewest tokens that holds the plan."""
+        decodes = sum(row.num_tokens == 1 for row in plan.rows)
+        need = (decodes, plan.num_tokens - decodes, len(plan.rows), plan.num_samples)
+        for bucket in self.ladder:
+            if bucket.fits(*need):
+                return bucket
+        raise ValueError(f"step of {need}: exceeds every bucket up to {self.ladder[-1]}; widen the limits")
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepBatch:
+    """All arrays of one step, built afresh on the host each time and never mutated after dispatch.
+
+    (On CPU a jitted call may go on reading the host buffer after it returned.)
+
+    Attributes:
+        tokens: i32[T] token ids fed; padding is 0.
+        positions: i32[T] their positions.
+        ragged: Lengths, tables, slots and work list of the rows.
+        sample_index: i32[Q] which of the T tokens each sample reads its logits from.
+        sampling: Parameters of the Q samples.
+    """
+
+    tokens: Array
+    positions: Array
+    ragged: RaggedBatch
+    sample_index: Array
+    sampling: SamplingBatch
+
+
+def pack(plan: StepPlan, bucket: Bucket, block_size: int, table_width: int) -> StepBatch:
+    """Lay a plan out in a bucket's shapes.
+
+    Args:
+        plan: Rows with one token first.
+        bucket: One that `fits`.
+        block_size: B.
+        table_width: M, the width of an empty plan's table.
+    """
+    rows = plan.rows
+    lens = np.array([row.num_tokens for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
+    tokens = np.zeros(bucket.num_tokens, np.int32)
+    positions = np.zeros(bucket.num_tokens, np.int32)
+    sample_index = np.zeros(bucket.num_samples, np.int32)
+    at = 0
+    sequences = []
+    for row in rows:
+        start, end = row.start, row.start + row.num_tokens
+        tokens[at : at + row.num_tokens] = row.seq.chain.tokens[start:end]
+        positions[at : at + row.num_tokens] = np.arange(start, end, dtype=np.int32)
+        at += row.num_tokens
+        for seq in row.samples:
+            sample_index[len(sequences)] = at - 1
+            sequences.append(seq)
+    tables = plan.tables[0] if rows else np.zeros((0, table_width), np.int32)
+    ragged = plan_ragged(
+        lens,
+        starts + lens,
+        tables,
+        block_size=block_size,
+        num_tokens_bucket=bucket.num_tokens,
+        num_seqs_bucket=bucket.num_seqs,
+        decode_bucket=bucket.num_decodes,
+    )
+    return StepBatch(
+        tokens, positions, ragged, sample_index, SamplingBatch.pack(sequences, bucket.num_samples)
+    )

@@ -1,0 +1,127 @@
+"""JaxRunner: parameters, the KV pool, and one jitted step per bucket, the pool donated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.cache import CopyPlan
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import StepResult
+from pagedjax.kernels import KVLayout, KVPool, copy_blocks, make_pool
+from pagedjax.model_config import ModelConfig
+from pagedjax.models import forward, logits, make_decoder
+from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
+from pagedjax.runtime.sampling import sample_tokens
+from pagedjax.scheduler import StepPlan
+
+Array = Any
+_COPY_BUCKET = 8  # copies per call: a fork of n samples makes n-1, and padding is gathered too
+
+
+class JaxRunner:
+    """Runs plans on a jax device.
+
+    Args:
+        model: Shapes of the decoder.
+        params: Its weights, a plain dict (dispatch of module trees is slow).
+        layout: Shape of the KV pool.
+        config: Limits of one step; they fix the buckets.
+        max_model_len: Longest sequence in tokens; fixes the width of block tables.
+        implementation: Attention implementation; None tries the preferred order.
+        on_compile: Called with a bucket before its program is compiled.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: dict[str, Any],
+        layout: KVLayout,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        implementation: str | None = None,
+        on_compile: Callable[[Bucket], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.params = params
+        self.layout = layout
+        self.num_blocks = layout.num_blocks
+        self.block_size = layout.block_size
+        self.buckets = Buckets(config)
+        self.pool: KVPool = make_pool(layout)
+        self.on_compile = on_compile
+        self._table_width = -(-max_model_len // layout.block_size)
+        self._compiled: set[Bucket] = set()
+        graphdef = make_decoder(model, jnp.dtype(layout.dtype))
+
+        def step(params: dict[str, Any], pool: KVPool, batch: StepBatch) -> tuple[Array, Array, KVPool]:
+            hidden, pool = forward(
+                graphdef,
+                params,
+                batch.tokens,
+                batch.positions,
+                pool,
+                batch.ragged,
+                implementation=implementation,
+            )
+            rows = logits(graphdef, params, hidden[batch.sample_index])
+            tokens, logprobs = sample_tokens(rows, batch.sampling)
+            return tokens, logprobs, pool
+
+        self.step_fn = jax.jit(step, donate_argnums=1)
+        self.copy_fn = jax.jit(copy_blocks, donate_argnums=0)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the plan's copies, then its rows; the pool is updated in place."""
+        started = time.perf_counter()
+        self._run_copies(plan.copies)
+        bucket = self.buckets.smallest(plan)
+        batch = pack(plan, bucket, self.block_size, self._table_width)
+        packed = time.perf_counter()
+        tokens, logprobs = self._dispatch(bucket, batch)
+        dispatched = time.perf_counter()
+        count = plan.num_samples
+        token_list = np.asarray(tokens)[:count].tolist()
+        logprob_list = np.asarray(logprobs)[:count].tolist()
+        ended = time.perf_counter()
+        return StepResult(token_list, logprob_list, ended - started, packed - started, dispatched - packed)
+
+    def warm_up(self, on_done: Callable[[Bucket], None] | None = None) -> None:
+        """Compile every bucket's program and the copy program by running them on nothing but padding."""
+        empty = StepPlan(0, (), (), CopyPlan())
+        none = np.full(_COPY_BUCKET, -1, np.int32)
+        self.pool = self.copy_fn(self.pool, none, none)
+        for bucket in self.buckets.ladder:
+            self._dispatch(bucket, pack(empty, bucket, self.block_size, self._table_width))
+            if on_done is not None:
+                on_done(bucket)
+
+    @property
+    def num_programs(self) -> int:
+        """Step programs compiled so far."""
+        return self.step_fn._cache_size()
+
+    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> tuple[Array, Array]:
+        if bucket not in self._compiled:
+            if self.on_compile is not None:
+                self.on_compile(bucket)
+            self._compiled.add(bucket)
+        tokens, logprobs, self.pool = self.step_fn(self.params, self.pool, batch)
+        return tokens, logprobs
+
+    def _run_copies(self, copies: CopyPlan) -> None:
+        """Copy-on-write: within a batch no block is written twice, so padded slices may run in turn."""
+        for group in copies.batches:
+            for at in range(0, len(group.src), _COPY_BUCKET):
+                src = np.full(_COPY_BUCKET, -1, np.int32)
+                dst = np.full(_COPY_BUCKET, -1, np.int32)
+                part = group.src[at : at + _COPY_BUCKET]
+                src[: len(part)] = part
+                dst[: len(part)] = group.dst[at : at + _COPY_BUCKET]
+                self.pool = self.copy_fn(self.pool, src, dst)

@@ -1,0 +1,370 @@
+"""Who runs in the next step, and how many tokens: admission, chunked prefill, decode, preemption.
+
+The scheduler decides *who and how many tokens*; the cache manager decides *where*; the runner *how*.
+One call of `schedule` makes one `StepPlan`; one call of `update` books its result.
+
+Policy (first come, first served):
+
+1. Running requests first, oldest first. Every decode token is paid for before any prefill chunk.
+   Where the pool has no room the youngest running request loses its blocks (recompute) and goes back
+   to the head of the queue; the oldest is never preempted, so every step makes progress.
+2. Then waiting requests, in order, while the token budget and the sequence limit last and nobody was
+   preempted in this step. The first one that does not fit stops admission: nobody overtakes it.
+
+A request of n samples is admitted, preempted and resumed as one. Its prompt is computed once, by its
+first live sequence; the others fork from it at the prompt's end and copy blocks on write.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedjax.cache import CopyPlan, Hints, Hit, KVCacheManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.request import FinishReason, Request, Sequence, Status
+
+
+class Row(NamedTuple):
+    """Tokens of one sequence in one step.
+
+    Attributes:
+        seq: The sequence whose tokens `[start, start + num_tokens)` are fed.
+        start: Position of the first token fed; KV of all positions before it is in the pool.
+        num_tokens: Tokens fed, at least 1.
+        samples: Sequences that draw their next token from the row's last logits: none in the middle
+            of a prompt, the sequence itself in general, all n samples at the end of a shared prompt.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All that crosses from the host half to the device half in one step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        rows: Rows of one token first (they take the decode path of the kernels), then longer ones.
+        tables: One i32[S, M] block table per KV group, a row per `rows` entry, null-padded.
+        copies: Block copies to run before the step computes.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    tables: tuple[np.ndarray, ...]
+    copies: CopyPlan
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(row.samples) for row in self.rows)
+
+
+def _is_long(row: Row) -> bool:
+    return row.num_tokens > 1
+
+
+class Scheduler:
+    """Continuous batching over one cache manager.
+
+    Args:
+        manager: Owns the blocks.
+        config: Limits of one step.
+        max_model_len: Longest sequence in tokens; also the width of the block tables.
+
+    Raises:
+        ValueError: The limits contradict each other.
+    """
+
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, max_model_len: int) -> None:
+        self._check_limits(config, max_model_len)
+        self.manager = manager
+        self.config = config
+        self.max_model_len = max_model_len
+        self.table_width = -(-max_model_len // manager.block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.step = 0
+        self.num_preemptions = 0
+        self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
+        self._chunk_tokens = config.chunk_tokens or config.token_budget
+
+    @staticmethod
+    def _check_limits(config: SchedulerConfig, max_model_len: int) -> None:
+        if config.token_budget < config.max_num_seqs:
+            raise ValueError(
+                f"token_budget={config.token_budget}: must be at least max_num_seqs={config.max_num_seqs}, or "
+                "decoding sequences would stall; raise the budget or lower max_num_seqs"
+            )
+        if config.chunk_tokens > config.token_budget:
+            raise ValueError(
+                f"chunk_tokens={config.chunk_tokens}: must not exceed token_budget={config.token_budget}; "
+                "lower the chunk or raise the budget"
+            )
+        if max_model_len < 1:
+            raise ValueError(f"max_model_len={max_model_len}: must be at least 1")
+
+    # ------------------------------------------------------------------ queue
+
+    def check(self, num_prompt_tokens: int, n: int) -> None:
+        """Refuse a request that can never run, before it takes a place in the queue.
+
+        A prompt that fits is accepted even where prompt + max_tokens would not: it then ends with
+        `FinishReason.CAPACITY` (pool) or `LENGTH` (model) at the last token there is room for.
+
+        Raises:
+            ValueError: Names what is needed and what there is.
+        """
+        if num_prompt_tokens < 1:
+            raise ValueError("prompt: holds no token; give at least one")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens: must be shorter than max_model_len={self.max_model_len}, "
+                "to leave room for one new token; shorten it or raise model.max_model_len"
+            )
+        needed = self.manager.num_blocks_for(num_prompt_tokens)
+        if needed > self.manager.num_usable:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens: needs {needed} blocks, the pool has "
+                f"{self.manager.num_usable} usable; shorten it or raise cache.num_blocks"
+            )
+        if n > self.config.max_num_seqs:
+            raise ValueError(
+                f"n={n}: must not exceed max_num_seqs={self.config.max_num_seqs}, the samples of a request run "
+                "together; lower n or raise scheduler.max_num_seqs"
+            )
+        budget = self.config.token_budget
+        if not self.config.chunked_prefill and num_prompt_tokens > budget:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens: must fit token_budget={budget} where chunked_prefill is "
+                "off; turn it on or raise the budget"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that passed `check`."""
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_running_seqs(self) -> int:
+        """Places taken under max_num_seqs: a request holds one for each live sample from the start."""
+        return sum(len(request.live) for request in self.running)
+
+    # --------------------------------------------------------------- planning
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan the next step; rows is empty where nothing can run.
+
+        Args:
+            now: Logical time, passed on to the manager.
+        """
+        self.step += 1
+        rows: list[Row] = []
+        # Decode tokens are paid for first: no prefill chunk may starve them.
+        budget = self.config.token_budget - sum(
+            self._pending(seq) == 1 for request in self.running for seq in self._active(request)
+        )
+        preemptions = self.num_preemptions
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            own, budget = self._continue(request, budget)
+            if index < len(self.running) and self.running[index] is request:
+                rows += own
+                index += 1
+        if self.num_preemptions == preemptions:
+            self._admit(rows, budget)
+        rows.sort(key=_is_long)  # stable: one-token rows first
+        copies = self.manager.take_copies()
+        tables = self.manager.tables([row.seq.seq_id for row in rows], self.table_width)
+        return StepPlan(self.step, tuple(rows), tables, copies)
+
+    def _continue(self, request: Request, budget: int) -> tuple[list[Row], int]:
+        """Rows of a running request; none where it lost its blocks to an older one or ended."""
+        rows = []
+        for seq in self._active(request):
+            if seq.finished:
+                continue
+            pending = self._pending(seq)
+            want = pending if pending == 1 else min(pending, budget, self._chunk_tokens)
+            if want < 1:
+                continue
+            if not self._make_room(seq, want):
+                break
+            if pending > 1:
+                budget -= want
+            rows.append(self._row(seq, want))
+        return rows, budget
+
+    def _admit(self, rows: list[Row], budget: int) -> None:
+        """Move waiting requests into the batch while budget, places and blocks last."""
+        places = self.config.max_num_seqs - self.num_running_seqs
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            live = request.live
+            if len(live) > places:
+                return
+            leader = live[0]
+            hit = self._look_up(request, leader)
+            pending = self._pending(leader)
+            want = min(pending, budget, self._chunk_tokens)
+            # What a preempted request has to recompute may exceed the budget, whatever its prompt did.
+            if want < pending and not (self.config.chunked_prefill or request.num_preemptions):
+                self._take_back(leader)
+                return
+            if not self.manager.reserve(leader.seq_id, want):
+                self._take_back(leader)
+                if self.running:
+                    return
+                self._end_for_capacity(request)  # nobody is left to free a block: waiting on is a hang
+                continue
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = hit.num_tokens
+                request.miss_reason = hit.reason
+                request.matched_tokens = hit.matched_tokens
+            self.waiting.popleft()
+            self.running.append(request)
+            for seq in live:
+                seq.status = Status.RUNNING
+            places -= len(live)
+            budget -= want
+            rows.append(self._row(leader, want))
+
+    def _look_up(self, request: Request, leader: Sequence) -> Hit:
+        request.forked = len(request.live) == 1
+        # Samples fork at the prompt's end, so the hit must leave the leader a prompt token to compute.
+        limit = None if request.forked else request.num_prompt_tokens - 1
+        hints = Hints(resumed=request.num_preemptions > 0, max_hit_tokens=limit)
+        hit = self.manager.begin(leader.seq_id, leader.chain, hints)
+        leader.num_computed_tokens = hit.num_tokens
+        return hit
+
+    def _take_back(self, leader: Sequence) -> None:
+        self.manager.release(leader.seq_id)
+        leader.num_computed_tokens = 0
+
+    def _active(self, request: Request) -> list[Sequence]:
+        """Sequences with a block table of their own: all live ones once forked, the leader before."""
+        live = request.live
+        return live if request.forked else live[:1]
+
+    def _pending(self, seq: Sequence) -> int:
+        """Tokens of `seq` still to be fed; an unforked leader stops at the prompt's end to be forked there."""
+        end = seq.num_tokens if seq.request.forked else seq.request.num_prompt_tokens
+        return end - seq.num_computed_tokens
+
+    def _row(self, seq: Sequence, num_tokens: int) -> Row:
+        start = seq.num_computed_tokens
+        sharers = (seq,) if seq.request.forked else seq.request.live
+        samples = tuple(s for s in sharers if s.num_tokens == start + num_tokens)
+        return Row(seq, start, num_tokens, samples)
+
+    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Reserve blocks for a running sequence, preempting from the youngest end; False: `seq` lost."""
+        request = seq.request
+        while not self.manager.reserve(seq.seq_id, num_tokens):
+            if len(self.running) > 1:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+            else:
+                # Alone and out of blocks: the last sample gives way, so that the others may finish.
+                last = request.live[-1]
+                self.finish(last, FinishReason.CAPACITY)
+                self.ended.append(last)
+                if last is seq:
+                    return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks away; it recomputes what the cache does not give back."""
+        self.running.remove(request)
+        self._drop_blocks(request)
+        for seq in request.live:
+            seq.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _end_for_capacity(self, request: Request) -> None:
+        for seq in request.live:
+            self.finish(seq, FinishReason.CAPACITY)
+            self.ended.append(seq)
+
+    # ---------------------------------------------------------------- results
+
+    def update(self, plan: StepPlan, tokens: list[int], logprobs: list[float], now: float) -> list[Sequence]:
+        """Book a step's result: index written blocks, fork samples, append tokens.
+
+        Args:
+            plan: The plan that ran.
+            tokens: One per sample, in row order.
+            logprobs: One per sample, or empty where none were computed.
+            now: Logical time.
+
+        Returns:
+            The sequences that got a token, in row order. Stop rules are the engine's: it calls `finish`.
+        """
+        grown: list[Sequence] = []
+        at = 0
+        for row in plan.rows:
+            seq, samples = row.seq, row.samples
+            if not seq.finished:
+                seq.num_computed_tokens = row.start + row.num_tokens
+                self.manager.commit(seq.seq_id, seq.num_computed_tokens, now)
+                if not seq.request.forked and seq.num_computed_tokens == seq.request.num_prompt_tokens:
+                    self._fork(seq)
+            for sample in samples:
+                if not sample.finished:
+                    sample.chain.append(tokens[at])
+                    if logprobs:
+                        sample.logprobs.append(logprobs[at])
+                    grown.append(sample)
+                at += 1
+        return grown
+
+    def _fork(self, leader: Sequence) -> None:
+        request = leader.request
+        for seq in request.live:
+            if seq is not leader:
+                self.manager.fork(leader.seq_id, seq.seq_id, seq.chain)
+                seq.num_computed_tokens = leader.num_computed_tokens
+        request.forked = True
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence and give its blocks back; a second call changes nothing."""
+        if seq.finished:
+            return
+        request = seq.request
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+        self._drop_sequence(seq)
+        if not request.live:
+            if request in self.running:
+                self.running.remove(request)
+            elif request in self.waiting:
+                self.waiting.remove(request)
+
+    def _drop_blocks(self, request: Request) -> None:
+        for seq in reversed(request.live):
+            self._drop_sequence(seq)
+            seq.num_computed_tokens = 0
+        request.forked = len(request.live) == 1
+
+    def _drop_sequence(self, seq: Sequence) -> None:
+        seq.request.num_copies += self.manager.num_copies(seq.seq_id)
+        self.manager.release(seq.seq_id)

@@ -58,8 +58,9 @@ class CacheConfig:
     Attributes:
         block_size: Tokens per KV block, a power of two between 1 and 1024. 16 suits short traffic;
             64 and more suit TPUs and long prompts.
-        num_blocks: Blocks in the pool, the null block included; 0 sizes it from memory_bytes.
-        memory_bytes: Bytes for the pool where num_blocks is 0.
+        num_blocks: Blocks in the pool, the null block included; None ("auto" in files and on the command
+            line) sizes it from memory_bytes.
+        memory_bytes: Bytes for the pool where num_blocks is not given.
         index: Prefix index: "hash" (chained block hashes), "table" (sharing by fork only).
         policy: Eviction policy by name.
         hash: Block hash: "sha256".
@@ -68,7 +69,7 @@ class CacheConfig:
     """
 
     block_size: int = 16
-    num_blocks: int = 0
+    num_blocks: int | None = None
     memory_bytes: int = 1 << 30
     index: str = "hash"
     policy: str = "lru"
@@ -83,13 +84,13 @@ class CacheConfig:
             f"cache.block_size={size}: must be a power of two between 1 and 1024; try 16 or 32",
         )
         _require(
-            self.num_blocks == 0 or self.num_blocks >= 2,
-            f"cache.num_blocks={self.num_blocks}: must be at least 2 (block 0 is never handed out), or 0 to "
+            self.num_blocks is None or self.num_blocks >= 2,
+            f"cache.num_blocks={self.num_blocks}: must be at least 2 (block 0 is never handed out), or auto to "
             "size the pool from cache.memory_bytes; try 1024",
         )
         _require(
-            self.num_blocks > 0 or self.memory_bytes > 0,
-            f"cache.memory_bytes={self.memory_bytes}: must be positive where num_blocks is 0; try 512MiB",
+            self.memory_bytes > 0,
+            f"cache.memory_bytes={self.memory_bytes}: must be positive; try 512MiB",
         )
         _require(
             self.dtype in ("", *DTYPES),
@@ -235,7 +236,7 @@ def _with_file(config: Config, path: Path) -> Config:
         raise ValueError(f"config {path}: {error}") from None
 
 
-def _fields(section: str) -> dict[str, type]:
+def _fields(section: str) -> dict[str, Any]:
     return get_type_hints(_SECTIONS[section])
 
 
@@ -259,7 +260,7 @@ def _resolve(key: str) -> tuple[str, str]:
     raise ValueError(f"{key}: is not a setting; {remedy}")
 
 
-def _parse(key: str, value: Any, kind: type) -> Any:
+def _parse(key: str, value: Any, kind: Any) -> Any:
     """A value of the field's kind, from a string as typed or a value as TOML and Python give it."""
     if kind is str:
         if isinstance(value, str):
@@ -270,6 +271,8 @@ def _parse(key: str, value: Any, kind: type) -> Any:
         if isinstance(known, bool):
             return known
         raise ValueError(f"{key}={value}: must be true or false; try {key}=true")
+    if kind == (int | None) and value in (None, "auto"):
+        return None
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -30,6 +30,7 @@ def test_file_then_set_in_order(tmp_path):
     ("setting", "section", "field", "value"),
     [
         ("num_blocks=1_024", "cache", "num_blocks", 1024),
+        ("num_blocks=auto", "cache", "num_blocks", None),
         ("memory_bytes=64MB", "cache", "memory_bytes", 64_000_000),
         ("memory_bytes=64 mib", "cache", "memory_bytes", 64 << 20),
         ("prefix_caching=off", "cache", "prefix_caching", False),
@@ -51,7 +52,9 @@ def test_settings_are_read_by_the_kind_of_their_field(setting, section, field, v
         ("block_size=0", ["cache.block_size=0", "power of two"]),
         ("block_size=16.5", ["cache.block_size=16.5", "whole number"]),
         ("block_size=", ["cache.block_size=", "whole number"]),
+        ("num_blocks=0", ["cache.num_blocks=0", "at least 2", "auto"]),
         ("num_blocks=1", ["cache.num_blocks=1", "at least 2"]),
+        ("block_size=auto", ["cache.block_size=auto", "whole number"]),
         ("num_blocks=-4", ["cache.num_blocks=-4", "at least 2"]),
         ("memory_bytes=0", ["cache.memory_bytes=0", "positive"]),
         ("memory_bytes=1 parsec", ["cache.memory_bytes=1 parsec", "512MiB"]),

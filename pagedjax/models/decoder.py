@@ -1,0 +1,187 @@
+"""One decoder for all families: tokens and positions in, hidden states out, KV written on the way.
+
+    embed ─► per layer: norm ─► qkv ─► rotate ─► attend (writes k, v; reads the past) ─► out ─► +
+             │                                                      norm ─► mlp ─────────► +
+             └─► final norm ─► hidden ─► lm_head of the rows that are sampled
+
+Define with flax.nnx, run on a plain dict: `make_decoder` gives a graph definition without arrays, and
+`forward` merges it with the parameters while jit traces. Handing the module itself to a jitted function
+costs tens of milliseconds per call on the host; a dict of arrays costs a fraction of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagedjax.kernels import KVPool, RaggedBatch, paged_attention, write_kv
+from pagedjax.model_config import ModelConfig
+from pagedjax.models.layers import Linear, Mlp, Norm, param, rope_frequencies, rope_tables, rotate, soft_cap
+
+Array = jax.Array
+Params = dict[str, Any]
+
+
+class Attend(Protocol):
+    """Attention of one layer: stores k and v in `kv`, returns what the queries gather."""
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, kv: Any) -> tuple[Array, Any]:
+        """q f[T, N, H], k and v f[T, K, H] → f[T, N, H] and the kv that the next layer is given."""
+        ...
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        c = config
+        self.attn_norm = Norm(c.d_model, c, dtype)
+        self.qkv = Linear(c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype, bias=c.qkv_bias)
+        self.out = Linear(c.num_heads * c.head_dim, c.d_model, dtype, bias=c.out_bias)
+        self.mlp_norm = Norm(c.d_model, c, dtype)
+        self.mlp = Mlp(c, dtype)
+        self.q_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
+        self.k_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
+        self.attn_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
+        self.mlp_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
+
+    def project(self, x: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
+        """x f[T, D] → q f[T, N, H], k f[T, K, H], v f[T, K, H], not yet rotated."""
+        n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
+        heads = self.qkv(x).reshape(x.shape[0], n + 2 * k, h)
+        q, keys, values = jnp.split(heads, [n, n + k], axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, keys = self.q_norm(q), self.k_norm(keys)
+        return q, keys, values
+
+
+class Decoder(nnx.Module):
+    """The model. `attend` is handed in, so the same body serves paged, dense and sharded attention."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed = param((config.vocab_size, config.d_model), dtype)
+        if config.positions == "learned":
+            self.position_embed = param((config.max_model_len, config.d_model), dtype)
+        for layer in range(config.num_layers):
+            setattr(self, layer_name(layer), Block(config, dtype))
+        self.final_norm = Norm(config.d_model, config, dtype)
+        # Its own leaf even where it is tied: at batch 1 a product with the transposed embedding is slower.
+        self.lm_head = Linear(config.d_model, config.vocab_size, dtype)
+
+    def __call__(self, tokens: Array, positions: Array, kv: Any, attend: Attend) -> tuple[Array, Any]:
+        """tokens, positions i32[T] → hidden f[T, D] after the final norm, and kv with this step's rows."""
+        config = self.config
+        x = self.embed[...][tokens]
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
+        if config.positions == "learned":
+            x = x + self.position_embed[...][positions]
+        tables = self._rope(positions)
+        for layer in range(config.num_layers):
+            block: Block = getattr(self, layer_name(layer))
+            q, k, v = block.project(block.attn_norm(x), config)
+            if config.uses_rope(layer):
+                table = tables[config.window(layer) is not None]
+                q, k = rotate(q, table), rotate(k, table)
+            mixed, kv = attend(layer, q, k, v, kv)
+            mixed = block.out(mixed.reshape(x.shape[0], -1))
+            x = x + (mixed if block.attn_post_norm is None else block.attn_post_norm(mixed))
+            mixed = block.mlp(block.mlp_norm(x))
+            x = x + (mixed if block.mlp_post_norm is None else block.mlp_post_norm(mixed))
+        return self.final_norm(x), kv
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden f[Q, D] → f32[Q, V]."""
+        scores = jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        return soft_cap(scores, self.config.logit_soft_cap)
+
+    def _rope(self, positions: Array) -> dict[bool, tuple[Array, Array]]:
+        """cos and sin per kind of layer: windowed (True) or not."""
+        c = self.config
+        if c.positions != "rope":
+            return {}
+        full = rope_tables(positions, *rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        if not c.local_rope_theta:
+            return {False: full, True: full}
+        return {
+            False: full,
+            True: rope_tables(positions, *rope_frequencies(c.head_dim, c.local_rope_theta, None)),
+        }
+
+
+def layer_name(layer: int) -> str:
+    """Name of a layer's leaves; a string, because orbax returns integer keys as strings."""
+    return f"layer_{layer:02d}"
+
+
+def make_decoder(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> nnx.GraphDef:
+    """The decoder's structure, without any array.
+
+    Args:
+        config: Shapes and switches.
+        dtype: Of parameters and activations.
+
+    Returns:
+        The graph definition that `forward` and `logits` take. Close over it in a jitted function; as a
+        static argument it would be hashed at each call.
+    """
+    return nnx.split(Decoder(config, jnp.dtype(dtype)))[0]
+
+
+def abstract_params(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> Params:
+    """Shape and dtype of every parameter, as nested dicts of `jax.ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(nnx.split(Decoder(config, jnp.dtype(dtype)))[1])
+
+
+def forward(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    pool: KVPool,
+    ragged: RaggedBatch,
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Array, KVPool]:
+    """One step over a ragged batch: write this step's keys and values, attend over the paged past.
+
+    Args:
+        graphdef: From `make_decoder`.
+        params: Plain nested dict of arrays (`abstract_params` gives the shapes).
+        tokens: i32[T]; padding entries may be any id.
+        positions: i32[T], 0-based position of each token in its own sequence.
+        pool: KV blocks of all layers; donate it to the jitted step.
+        ragged: Where each token's KV goes and which blocks each sequence owns.
+        implementation: Attention implementation, see `pagedjax.kernels.paged_attention`.
+
+    Returns:
+        hidden f[T, D] after the final norm, and the pool with this step's rows written.
+    """
+    decoder: Decoder = nnx.merge(graphdef, params)
+    config = decoder.config
+
+    def attend(layer: int, q: Array, k: Array, v: Array, kv: KVPool) -> tuple[Array, KVPool]:
+        kv = write_kv(kv, layer, k, v, ragged.slot_mapping)
+        mixed = paged_attention(
+            q,
+            kv,
+            layer,
+            ragged,
+            scale=config.attention_scale,
+            window=config.window(layer),
+            soft_cap=config.attn_soft_cap or None,
+            implementation=implementation,
+        )
+        return mixed, kv
+
+    return decoder(tokens, positions, pool, attend)
+
+
+def logits(graphdef: nnx.GraphDef, params: Params, hidden: Array) -> Array:
+    """Scores over the vocabulary: hidden f[Q, D] → f32[Q, V]."""
+    decoder: Decoder = nnx.merge(graphdef, params)
+    return decoder.logits(hidden)

@@ -1,0 +1,203 @@
+"""Where each family keeps its weights: one row of names per family and file format.
+
+The decoder has one set of leaves. A row of `NAMES` says which tensors of a file make each leaf, and the few
+ways in which files differ: fused or separate matrices, [out, in] or [in, out], rotary pairs side by side or
+half a head apart, a one that is left out of norm scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.decoder import layer_name
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a file and how it enters a leaf.
+
+    Attributes:
+        name, shape: As they must be in the file.
+        transpose: The file has [out, in].
+        head_dim: Not 0: rows of each head pair (2i, 2i + 1); they move to (i, i + head_dim / 2).
+        add: Added to every value.
+        skip: Rows left out in front.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transpose: bool = False
+    head_dim: int = 0
+    add: float = 0.0
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the decoder, and the parts that lie side by side on its last axis."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """How one family spells its tensors in one format; templates of layer tensors hold {l}.
+
+    Attributes:
+        qkv, up: One fused tensor, or one per projection (q, k, v; gate, up).
+        transpose: Matrices are [out, in].
+        adjacent_pairs: Rotary pairs lie side by side in the rows of q and k.
+        norm_add: Norm scales are stored less this number.
+        position_skip: Rows in front of the learned positions that no token uses.
+        ignored: Tensors that carry nothing for the decoder, as endings of their names.
+    """
+
+    embed: str
+    layer: str
+    attn_norm: str
+    qkv: tuple[str, ...]
+    out: str
+    mlp_norm: str
+    up: tuple[str, ...]
+    down: str
+    final_norm: str
+    lm_head: str
+    q_norm: str = ""
+    k_norm: str = ""
+    attn_post_norm: str = ""
+    mlp_post_norm: str = ""
+    position_embed: str = ""
+    transpose: bool = True
+    adjacent_pairs: bool = False
+    norm_add: float = 0.0
+    position_skip: int = 0
+    ignored: tuple[str, ...] = field(default=())
+
+
+_LLAMA_HF = Names(
+    embed="model.embed_tokens",
+    layer="model.layers.{l}.",
+    attn_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    final_norm="model.norm",
+    lm_head="lm_head",
+    ignored=("rotary_emb.inv_freq",),
+)
+_LLAMA_GGUF = Names(
+    embed="token_embd",
+    layer="blk.{l}.",
+    attn_norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    out="attn_output",
+    mlp_norm="ffn_norm",
+    up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    final_norm="output_norm",
+    lm_head="output",
+    adjacent_pairs=True,
+    ignored=("rope_freqs.weight",),
+)
+
+NAMES: dict[tuple[str, str], Names] = {
+    ("hf", "llama"): _LLAMA_HF,
+    ("gguf", "llama"): _LLAMA_GGUF,
+}
+
+
+def names_for(file_format: str, family: str) -> Names:
+    """The row of `NAMES` for a format ("hf" or "gguf") and a family.
+
+    Raises:
+        ModelError: There is none.
+    """
+    try:
+        return NAMES[file_format, family]
+    except KeyError:
+        have = ", ".join(sorted(f for fmt, f in NAMES if fmt == file_format))
+        raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}") from None
+
+
+def leaves_of(config: ModelConfig, names: Names, *, tied: bool) -> list[Leaf]:
+    """Every leaf of the decoder with the tensors that make it.
+
+    Args:
+        config: Shapes and switches.
+        names: A row of `NAMES`.
+        tied: The output matrix is read from the embedding.
+    """
+    c = config
+    vocab = (c.vocab_size, c.d_model)
+    leaves = [Leaf(("embed",), vocab, (Part(f"{names.embed}.weight", vocab),))]
+    if c.positions == "learned":
+        shape = (c.max_model_len, c.d_model)
+        stored = (c.max_model_len + names.position_skip, c.d_model)
+        part = Part(f"{names.position_embed}.weight", stored, skip=names.position_skip)
+        leaves.append(Leaf(("position_embed",), shape, (part,)))
+    for layer in range(c.num_layers):
+        leaves += _layer_leaves(c, names, layer)
+    leaves += _norm(c, names, ("final_norm",), names.final_norm, c.d_model)
+    head = names.embed if tied else names.lm_head
+    leaves.append(Leaf(("lm_head", "kernel"), vocab[::-1], (Part(f"{head}.weight", vocab, transpose=True),)))
+    return leaves
+
+
+def _layer_leaves(c: ModelConfig, names: Names, layer: int) -> list[Leaf]:
+    prefix, root = names.layer.format(l=layer), (layer_name(layer),)
+    heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    mlp = (c.d_mlp, c.d_mlp) if c.gated_mlp else (c.d_mlp,)
+    pairs = (c.head_dim, c.head_dim, 0) if names.adjacent_pairs else (0, 0, 0)
+    leaves = _norm(c, names, (*root, "attn_norm"), prefix + names.attn_norm, c.d_model)
+    qkv = [(prefix + n, w * c.head_dim, p) for n, w, p in zip(names.qkv, heads, pairs)]
+    if len(names.qkv) == 1:
+        qkv = [(prefix + names.qkv[0], sum(heads) * c.head_dim, 0)]
+    up = [(prefix + n, w, 0) for n, w in zip(names.up, mlp)]
+    if len(names.up) == 1:
+        up = [(prefix + names.up[0], sum(mlp), 0)]
+    leaves += _linear(names, (*root, "qkv"), c.d_model, qkv, c.qkv_bias)
+    out = [(prefix + names.out, c.d_model, 0)]
+    leaves += _linear(names, (*root, "out"), c.num_heads * c.head_dim, out, c.out_bias)
+    leaves += _norm(c, names, (*root, "mlp_norm"), prefix + names.mlp_norm, c.d_model)
+    leaves += _linear(names, (*root, "mlp", "up"), c.d_model, up, c.mlp_bias)
+    leaves += _linear(
+        names, (*root, "mlp", "down"), c.d_mlp, [(prefix + names.down, c.d_model, 0)], c.mlp_bias
+    )
+    if c.qk_norm:
+        leaves += _norm(c, names, (*root, "q_norm"), prefix + names.q_norm, c.head_dim)
+        leaves += _norm(c, names, (*root, "k_norm"), prefix + names.k_norm, c.head_dim)
+    if c.post_norms:
+        leaves += _norm(c, names, (*root, "attn_post_norm"), prefix + names.attn_post_norm, c.d_model)
+        leaves += _norm(c, names, (*root, "mlp_post_norm"), prefix + names.mlp_post_norm, c.d_model)
+    return leaves
+
+
+def _linear(
+    names: Names, path: tuple[str, ...], d_in: int, parts: list[tuple[str, int, int]], bias: bool
+) -> list[Leaf]:
+    """Kernel (and bias) of one matrix from parts (name, width, head_dim of adjacent pairs or 0)."""
+    width = sum(w for _, w, _ in parts)
+    kernel = tuple(
+        Part(
+            f"{n}.weight", (w, d_in) if names.transpose else (d_in, w), transpose=names.transpose, head_dim=p
+        )
+        for n, w, p in parts
+    )
+    out = [Leaf((*path, "kernel"), (d_in, width), kernel)]
+    if bias:
+        out.append(
+            Leaf((*path, "bias"), (width,), tuple(Part(f"{n}.bias", (w,), head_dim=p) for n, w, p in parts))
+        )
+    return out
+
+
+def _norm(c: ModelConfig, names: Names, path: tuple[str, ...], name: str, width: int) -> list[Leaf]:
+    out = [Leaf((*path, "scale"), (width,), (Part(f"{name}.weight", (width,), add=names.norm_add),))]
+    if c.norm == "layer":
+        out.append(Leaf((*path, "bias"), (width,), (Part(f"{name}.bias", (width,)),)))
+    return out

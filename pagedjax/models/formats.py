@@ -1,0 +1,354 @@
+"""Weight files, opened with suspicion: GGUF and safetensors headers are checked before anything is read.
+
+A model file comes from elsewhere. Every count, length, offset and size in its header is compared with the
+size of the file before it is used, so a damaged or hostile header ends in one `ModelError`, never in a crash,
+a hang or an allocation that the file itself could not fill. Both readers then give the same small interface:
+names with shape and stored type, and rows of one tensor as numpy arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, Protocol
+
+import gguf
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors import SafetensorError, safe_open
+
+from pagedjax.model_config import ModelError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape (row-major, as numpy would have it) and stored type of one tensor in a file."""
+
+    shape: tuple[int, ...]
+    kind: str
+    path: Path
+    offset: int = 0
+
+
+class TensorFile(Protocol):
+    """Named tensors of one model, in one file or several."""
+
+    tensors: dict[str, TensorInfo]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Entries start to stop along the first axis, as a floating-point array."""
+        ...
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# A vocabulary has some hundred thousand entries; these bounds are far above any and keep the Python
+# objects of a header made of nothing but array elements under a few hundred megabytes.
+_MAX_ARRAY = 1 << 21
+_MAX_ELEMENTS = 1 << 22
+_MAX_KEYS = 1 << 14
+_MAX_TENSORS = 1 << 16
+_MAX_STRING = 1 << 24
+_MAX_ALIGNMENT = 1 << 16
+
+QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+class _Header:
+    """Reads a GGUF header front to back; no read goes past the end of the file."""
+
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self.file, self.path, self.left, self.elements = file, path, size, 0
+
+    def fail(self, got: str, rule: str) -> NoReturn:
+        raise ModelError(f"{self.path.name}: {got}: {rule}; download the GGUF file again")
+
+    def take(self, n: int, what: str) -> bytes:
+        if n > self.left:
+            self.fail(f"{what} needs {n} bytes", f"only {self.left} are left in the file")
+        data = self.file.read(n)
+        if len(data) != n:
+            self.fail(what, "the file ended while it was read")
+        self.left -= n
+        return data
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+
+    def text(self, what: str, limit: int = _MAX_STRING) -> str:
+        n = self.number("Q", f"length of {what}")
+        if n > limit:
+            self.fail(f"{what} of {n} bytes", f"must be at most {limit}")
+        try:
+            return self.take(n, what).decode("utf-8")
+        except UnicodeDecodeError:
+            self.fail(what, "must be UTF-8 text")
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind == _ARRAY:
+            return self.array(what)
+        self.fail(f"{what} of type {kind}", "must be a GGUF value type (0 to 12)")
+
+    def array(self, what: str) -> list[Any]:
+        kind, n = self.number("I", what), self.number("Q", what)
+        self.elements += n
+        if n > _MAX_ARRAY or self.elements > _MAX_ELEMENTS:
+            self.fail(
+                f"{what} with {n} elements", f"at most {_MAX_ARRAY} in one array, {_MAX_ELEMENTS} in all"
+            )
+        if kind in _SCALARS:
+            code = _SCALARS[kind]
+            return list(struct.unpack(f"<{n}{code}", self.take(n * struct.calcsize("<" + code), what)))
+        if kind == _STRING:
+            if n * 8 > self.left:
+                self.fail(f"{what} with {n} strings", f"only {self.left} bytes are left in the file")
+            return [self.text(what) for _ in range(n)]
+        self.fail(f"{what} of element type {kind}", "arrays hold scalars or strings")
+
+
+class GgufFile:
+    """One GGUF file: `metadata` (key → plain value) and tensors that dequantise by rows.
+
+    Raises:
+        ModelError: The header is damaged, a tensor reaches past the end of the file, or a quantisation is
+            not one of `QUANTISATIONS`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            with open(path, "rb") as file:
+                self._read(_Header(file, path, os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise ModelError(
+                f"{path}: {error.strerror}: must be a readable GGUF file; check the path"
+            ) from error
+
+    def _read(self, h: _Header) -> None:
+        size = h.left
+        magic = h.take(4, "magic")
+        if magic != b"GGUF":
+            h.fail(f"magic {magic!r}", "a GGUF file starts with b'GGUF'")
+        version = h.number("I", "version")
+        if version not in (2, 3):
+            h.fail(f"version {version}", "must be 2 or 3, little-endian")
+        num_tensors, num_keys = h.number("Q", "tensor count"), h.number("Q", "key count")
+        # The shortest key is 13 bytes, the shortest tensor entry 33.
+        if num_keys > min(_MAX_KEYS, h.left // 13):
+            h.fail(f"{num_keys} keys", f"at most {min(_MAX_KEYS, h.left // 13)} fit")
+        if num_tensors > min(_MAX_TENSORS, h.left // 33):
+            h.fail(f"{num_tensors} tensors", f"at most {min(_MAX_TENSORS, h.left // 33)} fit")
+        for _ in range(num_keys):
+            key = h.text("a key", limit=65535)
+            if key in self.metadata:
+                h.fail(f"key {key!r} twice", "keys are unique")
+            self.metadata[key] = h.value(h.number("I", key), key)
+        entries = [self._entry(h) for _ in range(num_tensors)]
+        align = self.metadata.get("general.alignment", 32)
+        if isinstance(align, bool) or not isinstance(align, int) or not 1 <= align <= _MAX_ALIGNMENT:
+            h.fail(f"general.alignment={align!r}", f"must be a power of two up to {_MAX_ALIGNMENT}")
+        if align & (align - 1):
+            h.fail(f"general.alignment={align}", "must be a power of two")
+        self._place(h, entries, -(-(size - h.left) // align) * align, align, size)
+
+    def _entry(self, h: _Header) -> tuple[str, tuple[int, ...], int, int]:
+        name = h.text("a tensor name", limit=256)
+        rank = h.number("I", f"rank of {name}")
+        if not 1 <= rank <= 4:
+            h.fail(f"{name} of rank {rank}", "must be 1 to 4")
+        dims = tuple(h.number("Q", f"shape of {name}") for _ in range(rank))
+        if min(dims) < 1 or math.prod(dims) > 1 << 48:
+            h.fail(f"{name} of shape {dims[::-1]}", "sizes must be at least 1 and their product plausible")
+        return name, dims[::-1], h.number("I", f"type of {name}"), h.number("Q", f"offset of {name}")
+
+    def _place(self, h: _Header, entries: list[Any], base: int, align: int, size: int) -> None:
+        spans = []
+        for name, shape, code, offset in entries:
+            if name in self.tensors:
+                h.fail(f"tensor {name!r} twice", "names are unique")
+            kind = _kind_name(code)
+            if kind not in QUANTISATIONS:
+                raise ModelError(
+                    f"{self.path.name}: {name} is stored as {kind}: supported are {', '.join(QUANTISATIONS)}; "
+                    "convert the file to one of them"
+                )
+            block, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+            if shape[-1] % block:
+                h.fail(f"{name} with rows of {shape[-1]}", f"{kind} packs multiples of {block}")
+            num_bytes = math.prod(shape) // block * width
+            start = base + offset
+            if offset % align or start + num_bytes > size:
+                h.fail(
+                    f"{name} at bytes {start} to {start + num_bytes}",
+                    f"must be aligned to {align} and end within the file of {size} bytes",
+                )
+            spans.append((start, start + num_bytes, name))
+            self.tensors[name] = TensorInfo(shape, kind, self.path, start)
+        spans.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+            if start < end:
+                h.fail(f"{first} and {second} overlap", "tensors must not share bytes")
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """float32 entries start to stop along the first axis of a tensor, dequantised."""
+        info = self.tensors[name]
+        kind = GGMLQuantizationType[info.kind]
+        block, width = GGML_QUANT_SIZES[kind]
+        shape = (stop - start, *info.shape[1:])
+        if len(info.shape) == 1:  # the packed axis itself: start and stop must fall on blocks
+            row_bytes, first = width, start // block
+            num_bytes = (stop - start) // block * width
+        else:
+            row_bytes, first = math.prod(info.shape[1:]) // block * width, start
+            num_bytes = (stop - start) * row_bytes
+        data = np.empty(num_bytes, np.uint8)
+        # Plain reads, not a memory map: mapped pages would count against this process, and a file that is
+        # cut short while it is read would end in a signal instead of an error.
+        with open(self.path, "rb") as file:
+            file.seek(info.offset + first * row_bytes)
+            if file.readinto(data.data) != num_bytes:
+                raise ModelError(
+                    f"{self.path.name}: {name}: the file ended while it was read; download it again"
+                )
+        if info.kind == "F32":
+            return data.view("<f4").reshape(shape)
+        packed = data.view("<f2") if info.kind == "F16" else data
+        return gguf.quants.dequantize(packed.reshape(shape[0] if len(shape) > 1 else 1, -1), kind).reshape(
+            shape
+        )
+
+
+def _kind_name(code: int) -> str:
+    try:
+        return GGMLQuantizationType(code).name
+    except ValueError:
+        return f"unknown type {code}"
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------
+
+_ST_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+_ST_OTHER = {"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F8_E4M3", "F8_E5M2"}
+_MAX_ST_HEADER = 16 << 20
+
+
+class SafetensorsFiles:
+    """The tensors of one or several safetensors files.
+
+    Raises:
+        ModelError: A header is damaged, a tensor reaches past the end of its file, or a name comes twice.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        for path in paths:
+            for name, info in _safetensors_header(path).items():
+                if name in self.tensors:
+                    raise ModelError(
+                        f"{name!r} is in {self.tensors[name].path.name} and {path.name}: a tensor belongs to "
+                        "one file; remove the file that is not part of this model"
+                    )
+                self.tensors[name] = info
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Entries start to stop along the first axis of a tensor, in the stored type."""
+        info = self.tensors[name]
+        if info.kind not in _ST_BYTES:
+            raise ModelError(
+                f"{name} is stored as {info.kind}: weights must be {', '.join(_ST_BYTES)}; convert the file"
+            )
+        # Opened anew each time: the library maps the file, and pages once touched would stay with us.
+        try:
+            with safe_open(info.path, "numpy") as file:
+                return file.get_slice(name)[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{info.path.name}: {name}: {error}; download the file again") from error
+
+
+def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    def fail(got: str, rule: str) -> NoReturn:
+        raise ModelError(f"{path.name}: {got}: {rule}; download the safetensors file again")
+
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                fail(f"{size} bytes", "a safetensors file has at least 8")
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MAX_ST_HEADER):
+                fail(f"header of {length} bytes", f"at most {min(size - 8, _MAX_ST_HEADER)} fit")
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}: must be a readable file; check the path") from error
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        fail(f"header ({str(error)[:80]})", "must be one JSON object in UTF-8")
+    if not isinstance(header, dict):
+        fail(f"header {type(header).__name__}", "must be one JSON object")
+    out: dict[str, TensorInfo] = {}
+    spans = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        label = repr(name[:80])
+        try:
+            kind, shape, (start, stop) = _st_entry(entry)
+        except ValueError as error:
+            fail(f"{label} {error}", "is malformed")
+        if kind in _ST_BYTES and math.prod(shape) * _ST_BYTES[kind] != stop - start:
+            fail(f"{label} of shape {shape} in {stop - start} bytes", f"does not match {kind}")
+        if stop > size - 8 - length:
+            fail(f"{label} ends at byte {8 + length + stop}", f"the file has {size}")
+        spans.append((start, stop, name))
+        out[name] = TensorInfo(tuple(shape), kind, path, 8 + length + start)
+    spans.sort()
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < end:
+            fail(f"{first[:80]!r} and {second[:80]!r} overlap", "tensors must not share bytes")
+    return out
+
+
+def _st_entry(entry: Any) -> tuple[str, list[int], list[int]]:
+    """(dtype, shape, data_offsets) of one entry, or ValueError naming the field that is malformed."""
+
+    if not isinstance(entry, dict):
+        raise ValueError("entry")
+    kind = entry.get("dtype")
+    if not isinstance(kind, str) or (kind not in _ST_BYTES and kind not in _ST_OTHER):
+        raise ValueError(f"dtype {str(kind)[:20]!r}")
+    shape, offsets = (
+        _naturals(entry.get("shape"), "shape"),
+        _naturals(entry.get("data_offsets"), "data_offsets"),
+    )
+    if len(shape) > 8:
+        raise ValueError(f"rank {len(shape)}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError("data_offsets")
+    return kind, shape, offsets
+
+
+def _naturals(value: Any, what: str) -> list[int]:
+    if not isinstance(value, list) or any(type(v) is not int or not 0 <= v < 1 << 48 for v in value):
+        raise ValueError(what)
+    return value
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key comes twice")
+    return out

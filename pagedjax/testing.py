@@ -1,0 +1,92 @@
+"""Helpers for tests and examples: a tiny seeded model that needs no file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedjax.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from pagedjax.models import LoadedModel
+
+TINY = ModelConfig(
+    family="llama",
+    num_layers=2,
+    d_model=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    d_mlp=80,
+    vocab_size=258,
+    max_model_len=512,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    bos_token_id=256,
+    eos_token_ids=(257,),
+)
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """A 2-layer Llama with 3 query heads per KV head and the byte tokenizer's vocabulary.
+
+    Args:
+        changes: Fields of `ModelConfig` to set otherwise.
+    """
+    return replace(TINY, **changes)
+
+
+def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
+    """Seeded random parameters in the decoder's own leaves, as numpy arrays.
+
+    They do not depend on the jax version: drawn by numpy in float32, leaf by leaf in sorted order.
+    Matrices are scaled by 1 / sqrt(fan-in), norm scales lie around 1, and a tied output matrix is the
+    embedding's transpose.
+
+    Args:
+        config: Shapes and switches.
+        seed: Root of the random stream.
+        dtype: Of the result.
+    """
+    from pagedjax.models import abstract_params
+    from pagedjax.models.weights import flat, numpy_dtype, set_leaf
+
+    rng = np.random.default_rng(seed)
+    params: dict[str, Any] = {}
+    for name, leaf in flat(abstract_params(config, dtype)):
+        values = rng.standard_normal(leaf.shape, np.float32)
+        if name.endswith("scale"):
+            values = 1 + 0.2 * values
+        elif name.endswith("bias"):
+            values *= 0.2
+        elif name.endswith("kernel"):
+            values /= math.sqrt(leaf.shape[0])
+        set_leaf(params, tuple(name.split("/")), values)
+    if config.tie_embeddings:
+        params["lm_head"]["kernel"] = np.ascontiguousarray(params["embed"].T)
+    kind = numpy_dtype(dtype)
+    for name, leaf in list(flat(params)):
+        set_leaf(params, tuple(name.split("/")), leaf.astype(kind))
+    return params
+
+
+def tiny_model(seed: int = 0, dtype: str = "float32", **changes: Any) -> LoadedModel:
+    """The tiny model as `load_model` would return it, with the byte tokenizer.
+
+    Args:
+        seed: Of the parameters.
+        dtype: Of the parameters.
+        changes: Fields of `ModelConfig` to set otherwise.
+    """
+    import jax
+
+    from pagedjax.models import LoadedModel
+    from pagedjax.tokenizer import ByteTokenizer
+
+    config = tiny_config(**changes)
+    params = jax.tree.map(jax.device_put, tiny_params(config, seed, dtype))
+    return LoadedModel("tiny", config, params, ByteTokenizer(), "")

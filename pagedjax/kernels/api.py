@@ -1,0 +1,137 @@
+"""One function per op: shape checks, the choice of an implementation, the order of fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
+
+import jax
+
+from pagedjax.kernels import xla
+from pagedjax.kernels.layout import KVPool, RaggedBatch
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.attend}
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    implementation: str | Sequence[str] | None = ...,
+    return_lse: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    implementation: str | Sequence[str] | None = ...,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of a ragged batch over block tables: decode, prefill chunks and mixtures.
+
+    Query i of a row with q tokens and KV length n stands at position n - q + i and sees the keys at
+    positions 0 .. n - q + i. Its output is sum_j p_j v_j with p = softmax over j of
+    soft_cap * tanh(scale * q·k_j / soft_cap), the mask applied after the cap.
+
+    Args:
+        q: f[T, N, H].
+        pool: This step's keys must already be written.
+        layer: 0 to L-1, Python int or i32[].
+        ragged: From `plan_ragged`.
+        scale: Usually H ** -0.5.
+        window: A query sees this many keys, its own included; None sees all.
+        soft_cap: Positive cap on the scaled scores.
+        sinks: f[N], one logit per head that joins the softmax without a value.
+        implementation: A name of IMPLEMENTATIONS, names to try in order, or None for the preferred
+            order, which ends in "xla".
+        return_lse: Also return the log-sum-exp of the scores (sinks included), f32[T, N].
+
+    Returns:
+        f[T, N, H] in q's dtype. Padding tokens and rows of length 0 give 0 (log-sum-exp -inf).
+
+    Raises:
+        ValueError: Arguments that no implementation could serve.
+        NotImplementedError: The named implementations cannot serve this case; names each limit.
+
+    Source:
+        PagedAttention (Kwon et al., SOSP 2023, §4.1); log-sum-exp merging as in FlashAttention
+        (Dao et al., 2022) and Flash-Decoding (2023).
+    """
+    _check(q, pool, ragged, window, soft_cap, sinks)
+    names = _order(implementation)
+    refusals = []
+    for name in names:
+        try:
+            out, lse = IMPLEMENTATIONS[name](
+                q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+            )
+        except NotImplementedError as error:
+            refusals.append(f"{name}: {error}")
+        else:
+            return (out, lse) if return_lse else out
+    raise NotImplementedError("; ".join(refusals))
+
+
+def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    if implementation is None:
+        return ("xla",)
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation={name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+    if not names:
+        raise ValueError("implementation=(): must name at least one; None takes the preferred order")
+    return names
+
+
+def _check(
+    q: jax.Array,
+    pool: KVPool,
+    ragged: RaggedBatch,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> None:
+    layout = pool.layout
+    T = ragged.num_tokens_bucket
+    if q.ndim != 3 or q.shape[0] != T or q.shape[2] != layout.head_dim:
+        raise ValueError(f"q.shape={q.shape}: must be [T={T}, N, H={layout.head_dim}]")
+    if q.shape[1] % layout.num_kv_heads:
+        raise ValueError(f"N={q.shape[1]} query heads: must be a multiple of K={layout.num_kv_heads}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1 (the query's own key); None sees all")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap}: must be positive; None leaves scores as they are")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks.shape={sinks.shape}: must be [N]={(q.shape[1],)}")

@@ -1,0 +1,214 @@
+"""The arrays that cross into the kernels: the KV pool and one step's ragged batch.
+
+Letters: T tokens this step, S sequences, M blocks per sequence, P blocks in the pool, B block size,
+N query heads, K KV heads, H head dim, G = N / K, L layers, C blocks copied.
+
+One pool serves all layers. Row `l*P + b` is block b of layer l, and a token's row holds its K heads,
+then its V heads, then padding up to whole 128-lane vectors:
+
+    data[l*P + b, offset] = | k_0 | k_1 | … | k_{K-1} | v_0 | … | v_{K-1} | padding |
+                            0     H               K*H                  2*K*H      ceil128(2*K*H)
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 128
+POOL_DTYPES = ("float32", "bfloat16", "float16")
+_INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape and meaning of one KV pool.
+
+    Attributes:
+        num_layers: L, layers that share the pool.
+        num_blocks: P, blocks per layer, the null block 0 included.
+        block_size: B, tokens per block; a power of two between 1 and 1024.
+        num_kv_heads: K.
+        head_dim: H, 1 to 256.
+        dtype: "float32", "bfloat16" or "float16" (a dtype object is accepted and becomes its name).
+
+    Raises:
+        ValueError: A value is out of its range, or slots would not fit int32.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        for name in ("num_layers", "num_blocks", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_block_size(self.block_size)
+        if not 1 <= self.head_dim <= 256:
+            raise ValueError(f"head_dim={self.head_dim}: must be between 1 and 256")
+        if self.dtype not in POOL_DTYPES:
+            raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(POOL_DTYPES)}")
+        if self.num_blocks * max(self.num_layers, self.block_size) >= _INT32 - 1:
+            raise ValueError(
+                f"num_blocks={self.num_blocks}: slots and rows must fit int32 with {self.num_layers} layers "
+                f"of {self.block_size}-token blocks; use fewer blocks"
+            )
+
+    @property
+    def width(self) -> int:
+        """Minor axis: 2*K*H rounded up to whole 128-lane vectors."""
+        return -(-2 * self.kv_width // LANES) * LANES
+
+    @property
+    def kv_width(self) -> int:
+        """K*H: lanes of one token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.num_layers * self.num_blocks, self.block_size, self.width)
+
+    @property
+    def num_bytes(self) -> int:
+        rows, block_size, width = self.shape
+        return rows * block_size * width * jnp.dtype(self.dtype).itemsize
+
+
+def check_block_size(block_size: int) -> None:
+    """Raises ValueError unless block_size is a power of two between 1 and 1024."""
+    if not 1 <= block_size <= 1024 or block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class KVPool:
+    """All layers' KV blocks in one array, donated to each step and returned by it.
+
+    Attributes:
+        data: f[L*P, B, ceil128(2*K*H)].
+        layout: What the array means; static under jit.
+    """
+
+    data: jax.Array
+    layout: KVLayout
+
+
+def make_pool(layout: KVLayout, fill: float = 0.0) -> KVPool:
+    """A fresh pool; tests fill it with NaN to show that unwritten slots are never read."""
+    return KVPool(jnp.full(layout.shape, fill, layout.dtype), layout)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["row", "start", "num_items"], meta_fields=["window"]
+)
+@dataclass(frozen=True)
+class DecodeList:
+    """The decode work of one attention window: each item is up to `chunk_tokens` keys of one row.
+
+    Attributes:
+        row: i32[W], which sequence; entries from num_items on are padding.
+        start: i32[W], first token position of the item, a multiple of chunk_tokens.
+        num_items: i32[].
+        window: Keys a query sees, its own included; None sees all. Static.
+    """
+
+    row: Any
+    start: Any
+    num_items: Any
+    window: int | None = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "slot_mapping",
+        "block_tables",
+        "seq_lens",
+        "query_start_loc",
+        "num_seqs",
+        "num_decodes",
+        "decode_lists",
+        "tile_row",
+        "tile_start",
+        "num_tiles",
+    ],
+    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries"],
+)
+@dataclass(frozen=True)
+class RaggedBatch:
+    """One step's tokens by sequence, and the work list that every layer reuses.
+
+    Built by `plan_ragged` from fresh numpy arrays; it must not be changed after a step was given it
+    (on CPU the device reads these very buffers). Rows with one query token (*decode rows*) come first;
+    tokens of the other rows are cut into *tiles* of up to `tile_queries` tokens of one sequence.
+
+    Attributes:
+        slot_mapping: i32[T], where each token's KV goes (block id * B + offset); -1 is padding.
+        block_tables: i32[S, M]; entries behind a sequence's last block are never read.
+        seq_lens: i32[S], KV length including this step's tokens.
+        query_start_loc: i32[S+1], first token of each row; rows from num_seqs on repeat the end.
+        num_seqs: i32[].
+        num_decodes: i32[], rows worked by the decode lists: the first ones.
+        decode_lists: One per window that the step's layers use.
+        tile_row: i32[Wt], the tile's sequence; entries from num_tiles on are padding.
+        tile_start: i32[Wt], the tile's first token.
+        num_tiles: i32[].
+        decode_bucket: Sd, most decode rows; 0 compiles no decode part. Static.
+        chunk_tokens: Keys per decode item. Static.
+        tile_queries: Tokens per tile; 0 compiles no tile part. Static.
+    """
+
+    slot_mapping: Any
+    block_tables: Any
+    seq_lens: Any
+    query_start_loc: Any
+    num_seqs: Any
+    num_decodes: Any
+    decode_lists: tuple[DecodeList, ...]
+    tile_row: Any
+    tile_start: Any
+    num_tiles: Any
+    decode_bucket: int
+    chunk_tokens: int
+    tile_queries: int
+
+    @property
+    def num_tokens_bucket(self) -> int:
+        return self.slot_mapping.shape[0]
+
+    def decode_list(self, window: int | None) -> DecodeList:
+        """The list planned for this window, else the one that leaves nothing out."""
+        by_window = {work.window: work for work in self.decode_lists}
+        return by_window[window] if window in by_window else by_window[None]
+
+
+def read_rows(layout: KVLayout, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
+    """Pool rows of a layer's blocks; an id outside [0, P) reads the layer's null block."""
+    inside = (block_ids >= 0) & (block_ids < layout.num_blocks)
+    return jnp.where(inside, block_ids, 0) + jnp.asarray(layer, jnp.int32) * layout.num_blocks
+
+
+def write_rows(layout: KVLayout, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
+    """Pool rows to write; an id outside [0, P) becomes row L*P, which a dropping scatter leaves out.
+
+    Without it, id P of layer 0 would be block 0 of layer 1, and -1 the last block of the layer before.
+    """
+    inside = (block_ids >= 0) & (block_ids < layout.num_blocks)
+    rows = block_ids + jnp.asarray(layer, jnp.int32) * layout.num_blocks
+    return jnp.where(inside, rows, layout.num_layers * layout.num_blocks)
+
+
+def as_int32(values: Any) -> np.ndarray:
+    """A fresh int32 numpy copy, so that no caller's later change reaches a step in flight."""
+    return np.array(values, dtype=np.int32)

@@ -1,0 +1,172 @@
+"""The kernel plan: one step's ragged batch and its work list, built once on the host in numpy.
+
+Raggedness, windows and splitting of long rows are decided here, so that the kernels stay short: they
+walk flat lists of equal items and never meet an idle step. Nothing here touches a device array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedjax.kernels.layout import DecodeList, RaggedBatch, check_block_size
+
+CHUNK_TOKENS = 256
+TILE_QUERIES = 128
+
+
+def plan_ragged(
+    query_lens: np.ndarray | Sequence[int],
+    seq_lens: np.ndarray | Sequence[int],
+    block_tables: np.ndarray,
+    *,
+    block_size: int,
+    num_tokens_bucket: int,
+    num_seqs_bucket: int,
+    decode_bucket: int,
+    windows: Sequence[int | None] = (None,),
+    chunk_tokens: int = CHUNK_TOKENS,
+    tile_queries: int = TILE_QUERIES,
+) -> RaggedBatch:
+    """Plans one step.
+
+    Args:
+        query_lens: i32[n], tokens of each row this step, at least 1. Rows of one token come first.
+        seq_lens: i32[n], KV length of each row including this step's tokens; 0 attends nothing.
+        block_tables: i32[n or S, M]; what stands behind a row's last block is never read.
+        block_size: B, tokens per block.
+        num_tokens_bucket: T of the compiled program.
+        num_seqs_bucket: S of the compiled program.
+        decode_bucket: Sd, most rows of one token; 0 compiles no decode part. Where it equals T no
+            tile part is compiled.
+        windows: Attention windows of the model's layers; None (all keys) is always planned.
+        chunk_tokens: Keys per decode item, a power of two.
+        tile_queries: Most tokens per prefill tile; short buckets get shorter tiles.
+
+    Returns:
+        Fresh arrays that hold no reference to the arguments.
+
+    Raises:
+        ValueError: The rows do not fit the buckets, are out of order, or a table is too narrow.
+    """
+    check_block_size(block_size)
+    qlens = np.array(query_lens, np.int32)
+    lens = np.array(seq_lens, np.int32)
+    tables = np.asarray(block_tables)
+    n, num_tokens = len(qlens), int(qlens.sum())
+    num_decodes = int(np.count_nonzero(qlens == 1))
+    T, S, Sd, M = num_tokens_bucket, num_seqs_bucket, decode_bucket, tables.shape[1]
+    _check_rows(qlens, lens, tables, num_decodes, block_size)
+    _check_buckets(n, num_tokens, num_decodes, T, S, Sd)
+
+    full_tables = np.zeros((S, M), np.int32)
+    full_tables[:n] = tables[:n]
+    full_lens = np.zeros(S, np.int32)
+    full_lens[:n] = lens
+    starts = np.full(S + 1, num_tokens, np.int32)
+    starts[0] = 0
+    np.cumsum(qlens, out=starts[1 : n + 1])
+
+    if num_tokens == n:
+        rows, pos = np.arange(n, dtype=np.int32), lens - 1
+    else:
+        rows = np.repeat(np.arange(n, dtype=np.int32), qlens)
+        pos = np.arange(num_tokens, dtype=np.int32) + (lens - qlens - starts[:n])[rows]
+    slots = np.full(T, -1, np.int32)
+    block = full_tables[rows, pos // block_size]
+    slots[:num_tokens] = np.where(pos >= 0, block * block_size + pos % block_size, -1)
+
+    wanted = dict.fromkeys((None, *windows))
+    chunks_per_row = -(-M * block_size // chunk_tokens)
+    lists = tuple(_decode_list(lens[:num_decodes], w, chunk_tokens, Sd * chunks_per_row) for w in wanted)
+    tile_queries = 0 if Sd == T else min(tile_queries, T)
+    tile_row, tile_start, num_tiles = _tiles(qlens, starts, num_decodes, T, S, tile_queries)
+    return RaggedBatch(
+        slot_mapping=slots,
+        block_tables=full_tables,
+        seq_lens=full_lens,
+        query_start_loc=starts,
+        num_seqs=np.array(n, np.int32),
+        num_decodes=np.array(num_decodes, np.int32),
+        decode_lists=lists,
+        tile_row=tile_row,
+        tile_start=tile_start,
+        num_tiles=num_tiles,
+        decode_bucket=Sd,
+        chunk_tokens=chunk_tokens,
+        tile_queries=tile_queries,
+    )
+
+
+def _decode_list(lens: np.ndarray, window: int | None, chunk_tokens: int, size: int) -> DecodeList:
+    """Chunks of every row, row by row; with a window those that lie wholly behind it are left out."""
+    first = 0 if window is None else np.maximum(lens - window, 0) // chunk_tokens
+    counts = -(-lens // chunk_tokens) - first
+    total = int(counts.sum())
+    row = np.zeros(size, np.int32)
+    start = np.zeros(size, np.int32)
+    if total == len(lens) and counts.all():
+        row[:total] = np.arange(total)
+        start[:total] = first * chunk_tokens
+    else:
+        row[:total] = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+        begins = np.cumsum(counts) - counts - first
+        start[:total] = (np.arange(total) - np.repeat(begins, counts)) * chunk_tokens
+    return DecodeList(row, start, np.array(total, np.int32), window)
+
+
+def _tiles(
+    qlens: np.ndarray, starts: np.ndarray, num_decodes: int, T: int, S: int, tile: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of several tokens cut into tiles, in token order."""
+    size = T // tile + min(S, T // 2) if tile else 0
+    row = np.zeros(size, np.int32)
+    start = np.zeros(size, np.int32)
+    total = 0
+    if len(qlens) > num_decodes:
+        counts = -(-qlens[num_decodes:] // tile)
+        total = int(counts.sum())
+        local = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        row[:total] = local + num_decodes
+        within = np.arange(total, dtype=np.int32) - (np.cumsum(counts) - counts)[local]
+        start[:total] = starts[row[:total]] + within * tile
+    return row, start, np.array(total, np.int32)
+
+
+def _check_rows(
+    qlens: np.ndarray, lens: np.ndarray, tables: np.ndarray, num_decodes: int, block_size: int
+) -> None:
+    n = len(qlens)
+    if qlens.shape != lens.shape or qlens.ndim != 1:
+        raise ValueError(f"seq_lens.shape={lens.shape}: must equal query_lens.shape={qlens.shape}, i32[n]")
+    if tables.ndim != 2 or tables.shape[0] < n:
+        raise ValueError(f"block_tables.shape={tables.shape}: must be [at least {n} rows, M]")
+    if n == 0:
+        return
+    if int(qlens.min()) < 1:
+        raise ValueError(f"query_lens={qlens.tolist()}: must be at least 1; leave rows without tokens out")
+    if num_decodes < n and (qlens[:num_decodes] != 1).any():
+        raise ValueError(f"query_lens={qlens.tolist()}: rows of one token must come first; sort the rows")
+    if int(lens.min()) < 0 or int(lens.max()) > tables.shape[1] * block_size:
+        raise ValueError(
+            f"seq_lens={lens.tolist()}: must be between 0 and {tables.shape[1]} blocks * {block_size} "
+            "tokens; widen block_tables"
+        )
+
+
+def _check_buckets(n: int, num_tokens: int, num_decodes: int, T: int, S: int, Sd: int) -> None:
+    if n > S:
+        raise ValueError(f"num_seqs_bucket={S}: must hold {n} rows")
+    if num_tokens > T:
+        raise ValueError(f"num_tokens_bucket={T}: must hold {num_tokens} tokens")
+    if not num_decodes <= Sd <= min(S, T):
+        raise ValueError(
+            f"decode_bucket={Sd}: must be at least the {num_decodes} rows of one token and at most "
+            f"num_seqs_bucket={S} and num_tokens_bucket={T}"
+        )
+    if Sd == T and num_tokens > num_decodes:
+        raise ValueError(
+            f"decode_bucket={Sd}: equals num_tokens_bucket, which leaves no room for rows of several "
+            "tokens; raise num_tokens_bucket"
+        )

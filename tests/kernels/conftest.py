@@ -1,0 +1,191 @@
+"""What the kernel tests share: the float64 oracle and a builder of poisoned ragged steps."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged, write_kv
+
+TOLERANCE = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
+GARBAGE = np.array([10**6, -7, 2**30, -1], np.int32)
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """tests/kernels/dense_oracle.py."""
+    path = Path(__file__).parent / "dense_oracle.py"
+    spec = importlib.util.spec_from_file_location("dense_oracle", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["dense_oracle"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class Step:
+    """A ragged step over a pool in which everything that must not be read is NaN."""
+
+    q: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    query_lens: list[int]
+    pool: KVPool
+    layer: int
+    ragged: Any
+    params: dict[str, Any]
+    tables: np.ndarray
+    plan_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    def expected(self, oracle: ModuleType) -> tuple[np.ndarray, np.ndarray]:
+        params = {**self.params}
+        return oracle.attend(self.q[: self.num_tokens], self.keys, self.values, self.query_lens, **params)
+
+
+def build_step(
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    heads: tuple[int, int] = (6, 2),
+    head_dim: int = 32,
+    block_size: int = 16,
+    dtype: str = "float32",
+    seed: int = 0,
+    num_layers: int = 2,
+    layer: int = 1,
+    spare_blocks: int = 3,
+    table_width: int | None = None,
+    buckets: tuple[int, int, int] | None = None,
+    chunk_tokens: int = 32,
+    tile_queries: int = 8,
+    poison: str = "kv",
+    table_seed: int = 0,
+    share: int = 0,
+    scale: float | None = None,
+    **params: Any,
+) -> Step:
+    """Random rows over randomly placed blocks; keys of earlier steps placed by numpy, this step's by write_kv.
+
+    Args:
+        poison: Which halves of unwritten slots are NaN: "k", "v" or "kv"; the rest is 0.
+        share: Leading tokens (whole blocks) that all rows have in common, in the same blocks.
+    """
+    N, K = heads
+    H, B = head_dim, block_size
+    rng = np.random.default_rng(seed)
+    n, total = len(query_lens), sum(query_lens)
+    T, S, Sd = buckets or (total + 3, n + 1, min(n, query_lens.count(1)))
+    blocks = [-(-length // B) for length in seq_lens]
+    M = table_width or max(1, *blocks)
+    own = [b - share // B for b in blocks]
+    P = 1 + share // B + sum(own) + spare_blocks
+    layout = KVLayout(num_layers, P, B, K, H, dtype)
+
+    ids = np.random.default_rng(table_seed).permutation(P - 1).astype(np.int32) + 1
+    tables = GARBAGE[rng.integers(0, len(GARBAGE), (n, M))]
+    shared, used = ids[: share // B], share // B
+    for row, num in enumerate(own):
+        tables[row, : blocks[row]] = np.concatenate([shared, ids[used : used + num]])
+        used += num
+
+    def rand(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype), np.float32)
+
+    q = rand(T, N, H)
+    prefix = rand(share, K, H), rand(share, K, H)
+    keys = [np.concatenate([prefix[0], rand(m - share, K, H)]) if m >= share else None for m in seq_lens]
+    values = [np.concatenate([prefix[1], rand(m - share, K, H)]) if m >= share else None for m in seq_lens]
+
+    fill = np.zeros(layout.width, np.float32)
+    if "k" in poison:
+        fill[: K * H] = np.nan
+    if "v" in poison:
+        fill[K * H :] = np.nan
+    data = np.array(np.broadcast_to(fill, layout.shape))
+    new_k, new_v = np.full((T, K, H), np.nan, np.float32), np.full((T, K, H), np.nan, np.float32)
+    token = 0
+    for row, (num, length) in enumerate(zip(query_lens, seq_lens)):
+        old = max(0, length - num)
+        pos = np.arange(old)
+        at = layer * P + tables[row, pos // B], pos % B
+        data[at[0], at[1], : K * H] = keys[row][:old].reshape(old, K * H)
+        data[at[0], at[1], K * H : 2 * K * H] = values[row][:old].reshape(old, K * H)
+        if length:
+            new_k[token : token + num], new_v[token : token + num] = keys[row][old:], values[row][old:]
+        token += num
+
+    plan_args = dict(
+        block_size=B,
+        num_tokens_bucket=T,
+        num_seqs_bucket=S,
+        decode_bucket=Sd,
+        windows=(params.get("window"),),
+        chunk_tokens=chunk_tokens,
+        tile_queries=tile_queries,
+    )
+    ragged = plan_ragged(query_lens, seq_lens, tables, **plan_args)
+    pool = KVPool(jnp.asarray(data, dtype), layout)
+    pool = jax.jit(write_kv)(pool, layer, jnp.asarray(new_k), jnp.asarray(new_v), ragged.slot_mapping)
+    params["scale"] = H**-0.5 if scale is None else scale
+    return Step(q, keys, values, list(query_lens), pool, layer, ragged, params, tables, plan_args)
+
+
+@pytest.fixture(scope="session")
+def build():
+    """`build_step`."""
+    return build_step
+
+
+@pytest.fixture(scope="session")
+def check(oracle):
+    """Runs a step and compares output and log-sum-exp with the oracle; returns (o, lse)."""
+    from pagedjax.kernels import paged_attention
+
+    def run(step: Step, implementation: str | None = "xla") -> tuple[np.ndarray, np.ndarray]:
+        dtype = step.pool.layout.dtype
+        params = {k: v for k, v in step.params.items() if k != "sinks"}
+        sinks = step.params.get("sinks")
+
+        @jax.jit
+        def device(q, pool, ragged, sinks):
+            return paged_attention(
+                q,
+                pool,
+                step.layer,
+                ragged,
+                sinks=sinks,
+                return_lse=True,
+                implementation=implementation,
+                **params,
+            )
+
+        sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+        out, lse = device(jnp.asarray(step.q, dtype), step.pool, step.ragged, sinks)
+        got, got_lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+        want, want_lse = step.expected(oracle)
+        num = step.num_tokens
+        atol, rtol = TOLERANCE[dtype]
+        np.testing.assert_allclose(got[:num], want, atol=atol, rtol=rtol)
+        lse_tol = {"float32": 2e-6, "bfloat16": 1e-3, "float16": 1e-3}[dtype]
+        np.testing.assert_allclose(got_lse[:num], want_lse, atol=lse_tol, rtol=lse_tol)
+        assert (got[num:] == 0).all(), "padding tokens must give 0"
+        return got, got_lse
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def nan_pool():
+    """A pool whose every element is NaN."""
+    return lambda layout: make_pool(layout, fill=float("nan"))

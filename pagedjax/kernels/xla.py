@@ -201,9 +201,9 @@ def _tiles(
     A tile is written whole; what it writes behind its last query is overwritten by the next one or is
     padding. Hence the arrays of `state` are one tile longer than T.
     """
-    T, K, G, H = queries.shape
-    size, chunk = ragged.tile_queries, ragged.chunk_tokens
     K, G, H = queries.shape[1:]
+    size, chunk = ragged.tile_queries, ragged.chunk_tokens
+    padded = jnp.pad(queries, ((0, size), (0, 0), (0, 0), (0, 0)))
 
     def body(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row, at = ragged.tile_row[i], ragged.tile_start[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,14 @@ class StepBatch:
     sampling: SamplingBatch
 
 
-def pack(plan: StepPlan, bucket: Bucket, block_size: int, table_width: int) -> StepBatch:
+def pack(
+    plan: StepPlan,
+    bucket: Bucket,
+    *,
+    block_size: int,
+    table_width: int,
+    windows: Sequence[int | None] = (None,),
+) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
     Args:
@@ -119,6 +127,7 @@ def pack(plan: StepPlan, bucket: Bucket, block_size: int, table_width: int) -> S
         bucket: One that `fits`.
         block_size: B.
         table_width: M, the width of an empty plan's table.
+        windows: Attention windows of the model's layers.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -145,6 +154,7 @@ def pack(plan: StepPlan, bucket: Bucket, block_size: int, table_width: int) -> S
         num_tokens_bucket=bucket.num_tokens,
         num_seqs_bucket=bucket.num_seqs,
         decode_bucket=bucket.num_decodes,
+        windows=windows,
     )
     return StepBatch(
         tokens, positions, ragged, sample_index, SamplingBatch.pack(sequences, bucket.num_samples)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.cache import CopyPlan
@@ -58,7 +58,11 @@ class JaxRunner:
         self.on_compile = on_compile
         self._table_width = -(-max_model_len // layout.block_size)
         self._compiled: set[Bucket] = set()
-        graphdef = make_decoder(model, jnp.dtype(layout.dtype))
+        graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
+        windows = tuple(dict.fromkeys(model.window(layer) for layer in range(model.num_layers)))
+        self._pack = functools.partial(
+            pack, block_size=self.block_size, table_width=self._table_width, windows=windows
+        )
 
         def step(params: dict[str, Any], pool: KVPool, batch: StepBatch) -> tuple[Array, Array, KVPool]:
             hidden, pool = forward(
@@ -82,7 +86,7 @@ class JaxRunner:
         started = time.perf_counter()
         self._run_copies(plan.copies)
         bucket = self.buckets.smallest(plan)
-        batch = pack(plan, bucket, self.block_size, self._table_width)
+        batch = self._pack(plan, bucket)
         packed = time.perf_counter()
         tokens, logprobs = self._dispatch(bucket, batch)
         dispatched = time.perf_counter()
@@ -98,7 +102,7 @@ class JaxRunner:
         none = np.full(_COPY_BUCKET, -1, np.int32)
         self.pool = self.copy_fn(self.pool, none, none)
         for bucket in self.buckets.ladder:
-            self._dispatch(bucket, pack(empty, bucket, self.block_size, self._table_width))
+            self._dispatch(bucket, self._pack(empty, bucket))
             if on_done is not None:
                 on_done(bucket)
 

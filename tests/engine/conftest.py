@@ -1,0 +1,131 @@
+"""A runner without a model whose next token depends on every token it can read through the block table.
+
+It stores token ids where a real runner stores keys and values. A wrong table, a missed copy, a block that
+was handed out too early or shared too long changes what is read, hence the tokens that come out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import PagedManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine, StepResult
+from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.scheduler import StepPlan
+
+VOCAB = 97
+UNWRITTEN = -1
+
+
+def next_token(tokens: Sequence[int], salt: int = 0) -> int:
+    """What follows `tokens`: any single change among them changes it with probability 1 - 1/VOCAB."""
+    return zlib.crc32(np.asarray(tokens, np.int64).tobytes(), salt) % VOCAB
+
+
+def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The judge: no cache, no blocks, no batch."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ToyRunner:
+    """Executes plans on a pool of token ids; keeps every plan for the tests to look at."""
+
+    def __init__(self, manager: PagedManager) -> None:
+        self.manager = manager
+        self.num_blocks = manager.num_blocks
+        self.block_size = manager.block_size
+        self.pool = np.full((manager.num_blocks, manager.block_size), UNWRITTEN, np.int64)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for batch in plan.copies.batches:
+            assert len(set(batch.dst)) == len(batch.dst)
+            assert not set(batch.dst) & set(batch.src)
+            self.pool[batch.dst] = self.pool[batch.src]
+        written: set[tuple[int, int]] = set()
+        for row, table in zip(plan.rows, plan.tables[0], strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                block, offset = int(table[position // self.block_size]), position % self.block_size
+                assert block > 0, "a token was to be written to the null block"
+                assert (block, offset) not in written, "two rows write one slot"
+                written.add((block, offset))
+                self.pool[block, offset] = row.seq.chain.tokens[position]
+        tokens = []
+        for row, table in zip(plan.rows, plan.tables[0], strict=True):
+            end = row.start + row.num_tokens
+            seen = self.pool[table].reshape(-1)[:end]
+            assert (seen != UNWRITTEN).all(), "a row reads a slot nobody wrote"
+            for seq in row.samples:
+                salt = seq.request.seed * 1000 + seq.index if seq.request.sampling.temperature else 0
+                tokens.append(next_token(seen, salt))
+        return StepResult(tokens, [], 0.0)
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., Engine]:
+    """`make_engine(num_blocks=…, block_size=…, max_num_seqs=…, token_budget=…, **manager_options)`."""
+
+    def make(
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        token_budget: int = 64,
+        chunk_tokens: int = 0,
+        chunked_prefill: bool = True,
+        max_model_len: int = 256,
+        eos_token_ids: Sequence[int] = (),
+        decode: Any = None,
+        **options: Any,
+    ) -> Engine:
+        manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
+        config = SchedulerConfig(max_num_seqs, token_budget, chunk_tokens, chunked_prefill)
+        return Engine(
+            manager,
+            ToyRunner(manager),
+            config,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            decode=decode,
+        )
+
+    return make
+
+
+@pytest.fixture
+def judge() -> Callable[[Sequence[int], int], list[int]]:
+    """`judge(prompt, n)`: the n tokens that greedy decoding must give."""
+    return dense_greedy
+
+
+@pytest.fixture
+def run_all() -> Callable[..., dict[str, RequestOutput]]:
+    """`run_all(engine, steps=…)`: step until idle; the last output of each request by id."""
+
+    def run(engine: Engine, steps: int = 2000) -> dict[str, RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        for _ in range(steps):
+            if not engine.has_work:
+                engine.manager.check_invariants()
+                return outputs
+            for output in engine.step():
+                outputs[output.request_id] = output
+            engine.manager.check_invariants()
+        raise AssertionError(f"no end after {steps} steps")
+
+    return run
+
+
+@pytest.fixture
+def greedy() -> Callable[..., SamplingParams]:
+    """`greedy(max_tokens, **more)`: parameters that never stop early."""
+    return lambda max_tokens, **more: SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)

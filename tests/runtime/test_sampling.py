@@ -1,0 +1,90 @@
+"""Sampling on the device against an obvious numpy judge of which tokens may be drawn, and how often."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from pagedjax.runtime import SamplingBatch, sample_tokens
+
+V = 11
+
+
+def batch(rows, **columns):
+    defaults = dict(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0, position=0, want_logprobs=False
+    )
+    dtypes = dict(
+        temperature=np.float32, top_p=np.float32, min_p=np.float32, seed=np.uint32, top_k=np.int32,
+        sample=np.int32, position=np.int32,
+    )  # fmt: skip
+    values = defaults | columns
+    logprobs = np.array(values.pop("want_logprobs"))
+    arrays = {
+        name: np.broadcast_to(np.asarray(value, dtypes[name]), (rows,)).copy() for name, value in values.items()
+    }
+    return SamplingBatch(**arrays, want_logprobs=logprobs)
+
+
+def allowed(logits, temperature, top_k, top_p, min_p):
+    """Token → probability by the definition, in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[:top_k] if top_k else order
+    probs = np.exp(scaled[kept] - scaled[kept].max())
+    probs /= probs.sum()
+    reach = np.cumsum(probs) - probs
+    ok = ((reach < top_p) | (top_p >= 1)) & (probs >= min_p * probs[0])
+    kept, probs = kept[ok], probs[ok]
+    return dict(zip(kept.tolist(), (probs / probs.sum()).tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), (0.5, 3, 1.0, 0.0), (1.5, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.3), (2.0, 5, 0.8, 0.2), (1.0, 1, 1.0, 0.0)],
+)  # fmt: skip
+def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p, min_p):
+    logits = np.random.default_rng(4).normal(size=V).astype(np.float32) * 1.5
+    want = allowed(logits, temperature, top_k, top_p, min_p)
+    rows = 4000
+    many = batch(
+        rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=np.arange(rows), seed=9
+    )
+    tokens, _ = jax.jit(sample_tokens)(np.tile(logits, (rows, 1)), many)
+    counts = np.bincount(np.asarray(tokens), minlength=V)
+    assert set(np.flatnonzero(counts)) <= set(want)
+    for token, p in want.items():
+        # Five standard deviations of a binomial: one false alarm in about a million.
+        assert abs(counts[token] - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1
+
+
+def test_a_row_depends_on_its_key_alone():
+    logits = np.random.default_rng(0).normal(size=(6, V)).astype(np.float32)
+    draw = jax.jit(sample_tokens)
+    keys = dict(seed=[1, 2, 3, 4, 5, 6], sample=[0, 0, 1, 1, 2, 2], position=[5, 6, 7, 8, 9, 10])
+    together = np.asarray(draw(logits, batch(6, **keys))[0])
+    order = [3, 0, 5, 1, 2, 4]
+    shuffled = {name: np.asarray(value)[order] for name, value in keys.items()}
+    assert (np.asarray(draw(logits[order], batch(6, **shuffled))[0]) == together[order]).all()
+    # A filter that drops nothing on a neighbour's row takes the other branch and changes nothing.
+    mixed = batch(6, **keys, top_k=[0, 0, 0, 0, 0, V])
+    assert (np.asarray(draw(logits, mixed)[0]) == together).all()
+
+
+def test_greedy_rows_are_argmax_beside_random_ones():
+    logits = np.random.default_rng(1).normal(size=(5, V)).astype(np.float32)
+    temperature = np.array([0.0, 1.0, 0.0, 5.0, 0.0], np.float32)
+    tokens, _ = jax.jit(sample_tokens)(logits, batch(5, temperature=temperature))
+    greedy = temperature == 0
+    assert (np.asarray(tokens)[greedy] == logits.argmax(-1)[greedy]).all()
+
+
+def test_logprobs_are_of_the_unfiltered_distribution():
+    logits = np.random.default_rng(2).normal(size=(4, V)).astype(np.float32)
+    tokens, logprobs = jax.jit(sample_tokens)(logits, batch(4, top_k=2, temperature=0.7, want_logprobs=True))
+    full = logits.astype(np.float64)
+    full -= np.log(np.exp(full).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logprobs, full[np.arange(4), np.asarray(tokens)], rtol=1e-5)
+    _, none = jax.jit(sample_tokens)(logits, batch(4))
+    assert (np.asarray(none) == 0).all()

@@ -31,7 +31,9 @@ MAY_IMPORT = {
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
     "pagedjax.kernels": {"pagedjax.kernels", "jax", "jaxlib", "numpy", "chex"},
-    "pagedjax.models": {"pagedjax.models", "pagedjax.kernels", "pagedjax.model_config", "pagedjax.tokenizer"}
+    "pagedjax.models": {
+        f"pagedjax.{m}" for m in ("models", "kernels", "model_config", "tokenizer", "progress")
+    }
     | {
         "jax",
         "jaxlib",

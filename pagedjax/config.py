@@ -194,17 +194,20 @@ _SECTIONS: dict[str, type] = {
 }
 
 
-def load_config(path: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, settings: Iterable[str] = (), *, base: Config | None = None
+) -> Config:
     """Read a TOML file, then apply `key=value` strings in order.
 
     Args:
-        path: TOML file with tables [model], [cache], [scheduler], [runtime]; None starts from the defaults.
+        path: TOML file with tables [model], [cache], [scheduler], [runtime]; None reads none.
         settings: `key=value` strings, as of `--set`; they win over the file.
+        base: What the file and the strings change; None: the defaults.
 
     Raises:
         ValueError: No such file, not TOML, an unknown key (the nearest is named), a bad value.
     """
-    config = Config()
+    config = base or Config()
     if path is not None:
         config = _with_file(config, Path(path))
     for setting in settings:

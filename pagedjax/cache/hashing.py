@@ -196,9 +196,7 @@ def _extend_sha256(parent: bytes, packed: bytes, block_size: int) -> list[bytes]
     framed[:, 0] = block_size
     framed[:, 1:] = tokens
     data = framed.tobytes()
-    return [
-        parent := sha256(parent + data[at : at + stride]).digest() for at in range(0, len(data), stride)
-    ]
+    return [parent := sha256(parent + data[at : at + stride]).digest() for at in range(0, len(data), stride)]
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,9 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     try:
         packed = array("i", tokens)
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"tokens: must be integers of 32 signed bits ({error}); check the tokenizer") from None
+        raise ValueError(
+            f"tokens: must be integers of 32 signed bits ({error}); check the tokenizer"
+        ) from None
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
@@ -374,7 +374,9 @@ class TokenChain:
         if known < num_blocks:
             full = self.num_full_blocks
             if num_blocks > full:
-                raise ValueError(f"block {num_blocks - 1}: the chain has {full} full blocks; append tokens first")
+                raise ValueError(
+                    f"block {num_blocks - 1}: the chain has {full} full blocks; append tokens first"
+                )
             size = self.block_size
             packed = pack_tokens(self.tokens[known * size : full * size])
             parent = self._digests[-1] if known else self.scheme.root

@@ -1,0 +1,106 @@
+"""Pending block copies and the order in which they may run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedjax.cache.block import BlockPool
+from pagedjax.cache.protocol import NO_COPIES, CopyBatch, CopyPlan, InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    kind: str
+    group: int
+    src: int
+    dst: int
+
+
+class PendingCopies:
+    """Copies planned for the next step, in the order they were decided.
+
+    The source of a copy is held until the copy has been handed out: no block that is still to be read is
+    given to anyone. A copy whose destination nobody holds any more is cancelled.
+    """
+
+    def __init__(self, pools: list[BlockPool]) -> None:
+        self._pools = pools
+        self._pending: list[_Copy] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, kind: str, group: int, src: int, dst: int) -> None:
+        """Plan a copy; device sources are held."""
+        self._pending.append(_Copy(kind, group, src, dst))
+        if kind == "cow":
+            self._pools[group].hold(src)
+
+    def cancel_unneeded(self) -> None:
+        """Drop copies into blocks that nobody holds and no other copy reads."""
+        if not self._pending:
+            return
+        kept: list[_Copy] = []
+        for copy in reversed(self._pending):  # the reader of a copied block comes after its copy
+            pool = self._pools[copy.group]
+            if copy.kind == "swap_out" or pool.ref[copy.dst] or copy.dst in pool.readers:
+                kept.append(copy)
+            elif copy.kind == "cow":
+                pool.unhold(copy.src)
+        self._pending = kept[::-1]
+
+    def take(self, now: float) -> CopyPlan:
+        """All pending copies as batches to be run in order, swap-outs first."""
+        if not self._pending:
+            return NO_COPIES
+        ordered = [c for c in self._pending if c.kind == "swap_out"]
+        ordered += [c for c in self._pending if c.kind != "swap_out"]
+        batches: list[list[_Copy]] = []
+        written: set[int] = set()
+        read: set[int] = set()
+        for copy in ordered:
+            last = batches[-1][0] if batches else None
+            fits = last is not None and (last.kind, last.group) == (copy.kind, copy.group)
+            # Ids of one side: swaps cross between two id spaces and cannot collide there.
+            crossing = copy.kind != "cow"
+            if (
+                not fits
+                or copy.dst in written
+                or (not crossing and (copy.dst in read or copy.src in written))
+            ):
+                batches.append([])
+                written, read = set(), set()
+            batches[-1].append(copy)
+            written.add(copy.dst)
+            read.add(copy.src)
+        self.drop(now)
+        return CopyPlan(tuple(_batch(copies) for copies in batches))
+
+    def drop(self, now: float) -> None:
+        """Nothing is pending any more; held blocks return to their queues."""
+        self._pending = []
+        for pool in self._pools:
+            pool.settle(now)
+
+    def check(self) -> None:
+        """Raise InvariantError unless exactly the sources of pending copies are held."""
+        for number, pool in enumerate(self._pools):
+            readers: dict[int, int] = {}
+            for copy in self._pending:
+                if copy.kind == "cow" and copy.group == number:
+                    readers[copy.src] = readers.get(copy.src, 0) + 1
+                    if not pool.ref[copy.dst] and copy.dst not in pool.readers:
+                        raise InvariantError(f"copy {copy}: its destination is nobody's")
+            if readers != pool.readers:
+                raise InvariantError(f"pending copies read {readers}, the pool holds {pool.readers}")
+
+
+def _batch(copies: list[_Copy]) -> CopyBatch:
+    return CopyBatch(
+        copies[0].kind,
+        np.array([c.src for c in copies], dtype=np.int32),
+        np.array([c.dst for c in copies], dtype=np.int32),
+        copies[0].group,
+    )

@@ -1,0 +1,236 @@
+"""HashIndex: one dictionary from block digest to block, as in vLLM V1, with children below one block."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+
+from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.prefix import common_prefix_tokens
+from pagedjax.cache.protocol import InvariantError
+
+_ANYWHERE = b""  # parent under which the first blocks of all namespaces are kept
+
+
+class HashIndex:
+    """Finds full blocks by digest, stops at the first miss.
+
+    Several blocks may hold one content: the first registered is found, the others take over in order of
+    registration when it goes.
+
+    Beside the dictionary it keeps each block's tokens in one flat array and each digest's children, so that
+    it can say how many tokens match below one block, and where. Blocks that overlap a multimodal item have
+    no children's entry: their tokens do not tell their content.
+
+    Args:
+        num_blocks: Blocks of the pool, the null block included.
+        block_size: Tokens per block.
+    """
+
+    indexes = True
+    leaf_only = False
+    exclusive = False
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._size = 4 * block_size
+        self._block_of: dict[bytes, int] = {}
+        self._twins: dict[bytes, list[int]] = {}  # copies after the first, oldest first
+        self._children: dict[bytes, int | list[int]] = {}  # a list is sorted by the blocks' tokens
+        self._parent: list[bytes | None] = [None] * num_blocks
+        self._firsts: set[int] = set()  # blocks that are children of _ANYWHERE
+        self._tokens = bytearray(num_blocks * self._size)
+        self._rows = np.frombuffer(self._tokens, dtype="<i4").reshape(num_blocks, block_size)
+
+    # -------------------------------------------------------------- look up
+
+    def lookup(self, chain: TokenChain, max_tokens: int) -> tuple[list[int], int]:
+        count = max_tokens // chain.block_size
+        digests = chain.digests(count)
+        get = self._block_of.get
+        found: list[int] = []
+        for at in range(0, count, 64):
+            part = list(map(get, digests[at : min(at + 64, count)]))
+            if None in part:
+                found += part[: part.index(None)]  # type: ignore[arg-type]
+                break
+            found += part  # type: ignore[arg-type]
+        return found, len(found) * chain.block_size
+
+    def resident(self, chain: TokenChain, num_blocks: int) -> list[int]:
+        get = self._block_of.get
+        return [get(digest, 0) for digest in chain.digests(num_blocks)[:num_blocks]]
+
+    def below(self, chain: TokenChain, num_blocks: int, max_tokens: int) -> tuple[int, int]:
+        size = chain.block_size
+        at = num_blocks * size
+        max_tokens = min(max_tokens, size)
+        if max_tokens <= 0 or (chain.extra.items and chain.extra.overlapping(num_blocks, size)):
+            return 0, 0
+        children = self._children.get(self._parent_key(chain, num_blocks))
+        if children is None:
+            return 0, 0
+        wanted = np.array(chain.tokens[at : at + max_tokens], dtype="<i4").tobytes()
+        near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
+        best = max(near, key=lambda b: common_prefix_tokens(self._content(b), wanted))
+        shared = common_prefix_tokens(self._content(best), wanted)
+        return (best, shared) if shared else (0, 0)
+
+    def foreign(self, chain: TokenChain) -> bool:
+        if chain.num_full_blocks == 0:
+            return False
+        wanted = chain.packed(1)[: self._size]
+        children = self._children.get(_ANYWHERE, ())
+        if isinstance(children, int):
+            children = [children]
+        return any(self._content(b) == wanted for b in self._neighbours(list(children), bytes(wanted)))
+
+    def copies(self, key: bytes) -> int:
+        return (key in self._block_of) + len(self._twins.get(key, ()))
+
+    def _content(self, block: int) -> bytearray:
+        return self._tokens[block * self._size : (block + 1) * self._size]
+
+    def _neighbours(self, children: list[int], wanted: bytes) -> list[int]:
+        """Of children sorted by tokens, those between which `wanted` falls: one shares most with it."""
+        at = bisect_left(children, wanted, key=self._content)
+        return children[max(at - 1, 0) : at + 1]
+
+    def _parent_key(self, chain: TokenChain, index: int) -> bytes:
+        return chain.digests(index)[index - 1] if index else chain.scheme.root + chain.extra.namespace
+
+    # ------------------------------------------------------------- register
+
+    def register(
+        self, chain: TokenChain, first: int, blocks: list[int], previous: int, *, dedup: bool
+    ) -> tuple[list[int], int]:
+        digests = chain.digests(first + len(blocks))[first : first + len(blocks)]
+        fresh = self._block_of.keys().isdisjoint(digests)
+        if fresh:
+            self._block_of.update(zip(digests, blocks))
+            known, twins = blocks, 0
+        else:
+            known, twins = self._register_each(digests, blocks, dedup)
+        self._keep_tokens(chain, first, blocks)
+        parents = [self._parent_key(chain, first), *digests[:-1]]
+        if fresh and not chain.extra.items:
+            self._adopt(parents, blocks, is_first=first == 0)
+        else:
+            for i, b in enumerate(blocks):
+                mixed = chain.extra.items and chain.extra.overlapping(first + i, chain.block_size)
+                if known[i] == b and self._parent[b] is None and not mixed:
+                    self._adopt([parents[i]], [b], is_first=first + i == 0)
+        return known, twins
+
+    def _register_each(self, digests: list[bytes], blocks: list[int], dedup: bool) -> tuple[list[int], int]:
+        """Register one at a time, where some content is resident already."""
+        known = list(blocks)
+        twins = 0
+        for i, (digest, block) in enumerate(zip(digests, blocks)):
+            first = self._block_of.setdefault(digest, block)
+            if first == block or block in self._twins.get(digest, ()):
+                continue
+            twins += 1
+            if dedup:
+                known[i] = first
+            else:
+                self._twins.setdefault(digest, []).append(block)
+        return known, twins
+
+    def _keep_tokens(self, chain: TokenChain, first: int, blocks: list[int]) -> None:
+        size = self._size
+        packed = chain.packed(first + len(blocks))
+        if len(blocks) == 1:
+            at = blocks[0] * size
+            self._tokens[at : at + size] = packed[first * size : (first + 1) * size]
+        else:
+            part = packed[first * size : (first + len(blocks)) * size]
+            self._rows[blocks] = np.frombuffer(part, dtype="<i4").reshape(len(blocks), -1)
+
+    def _adopt(self, parents: list[bytes], blocks: list[int], *, is_first: bool) -> None:
+        """Enter blocks as children of their parents."""
+        children, parent_of = self._children, self._parent
+        if is_first:
+            self._add_child(_ANYWHERE, blocks[0])
+            self._firsts.add(blocks[0])
+        for b, parent in zip(blocks, parents):
+            parent_of[b] = parent
+        if children.keys().isdisjoint(parents):
+            children.update(zip(parents, blocks))
+        else:
+            for b, parent in zip(blocks, parents):
+                self._add_child(parent, b)
+
+    def _add_child(self, parent: bytes, block: int) -> None:
+        held = self._children.setdefault(parent, block)
+        if isinstance(held, int):
+            if held == block:
+                return
+            held = [held]
+            self._children[parent] = held
+        held.insert(bisect_left(held, self._content(block), key=self._content), block)
+
+    def _drop_child(self, parent: bytes, block: int) -> None:
+        held = self._children[parent]
+        if isinstance(held, int):
+            del self._children[parent]
+            return
+        at = bisect_left(held, self._content(block), key=self._content)
+        del held[held.index(block, at)]
+        if len(held) == 1:
+            self._children[parent] = held[0]
+
+    # --------------------------------------------------------------- forget
+
+    def forget(self, blocks: list[int], keys: list[bytes]) -> None:
+        block_of, twins, children, parent_of = self._block_of, self._twins, self._children, self._parent
+        firsts = self._firsts
+        for b, key in zip(blocks, keys):
+            if key in twins:
+                self._forget_copy(key, b)
+            else:
+                del block_of[key]
+            parent = parent_of[b]
+            if parent is None:
+                continue
+            parent_of[b] = None
+            if children[parent] == b:
+                del children[parent]
+            else:
+                self._drop_child(parent, b)
+            if b in firsts:
+                firsts.remove(b)
+                self._drop_child(_ANYWHERE, b)
+
+    def _forget_copy(self, key: bytes, block: int) -> None:
+        others = self._twins[key]
+        if self._block_of[key] == block:
+            self._block_of[key] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._twins[key]
+
+    def leaf_below(self, block: int) -> int:
+        return block
+
+    def is_leaf(self, block: int) -> bool:
+        return True
+
+    def depth(self, block: int) -> int:
+        return 0
+
+    def check(self, keys: list[bytes | None]) -> None:
+        named = dict.fromkeys(b for b, key in enumerate(keys) if key is not None)
+        found: dict[int, bytes] = {}
+        for key, block in self._block_of.items():
+            for b in [block, *self._twins.get(key, ())]:
+                if b in found or keys[b] != key:
+                    raise InvariantError(f"block {b}: is indexed under {key.hex()}, its key is {keys[b]!r}")
+                found[b] = key
+        if found.keys() != named.keys() or not self._twins.keys() <= self._block_of.keys():
+            raise InvariantError(f"indexed blocks {sorted(found)} are not the named ones {sorted(named)}")
+        for parent, held in self._children.items():
+            for b in [held] if isinstance(held, int) else held:
+                if b not in found or (parent != _ANYWHERE and self._parent[b] != parent):
+                    raise InvariantError(f"block {b}: is kept as a child of {parent!r}, which it is not")

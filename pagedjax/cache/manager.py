@@ -1,0 +1,748 @@
+"""PagedManager: block tables over a pool, prefix sharing, copy-on-write; the engine's cache manager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagedjax.cache.block import BlockPool
+from pagedjax.cache.copies import PendingCopies
+from pagedjax.cache.eviction import EvictionPolicy
+from pagedjax.cache.groups import Group, KVGroup, common_hit
+from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.policies import make_policy
+from pagedjax.cache.prefix import PrefixIndex, TableIndex
+from pagedjax.cache.protocol import (
+    NO_HINTS,
+    CopyPlan,
+    Hints,
+    Hit,
+    InvariantError,
+    MissReason,
+    ResetReport,
+)
+from pagedjax.cache.registry import make_index
+from pagedjax.cache.stats import CacheStats
+
+
+@dataclass(eq=False, slots=True)
+class _Seq:
+    """One sequence's books.
+
+    Attributes:
+        tables: Block ids per group. Before the first `reserve` these are the hits of `begin`: recorded,
+            not touched.
+        computed: Positions whose KV is written.
+        indexed: Blocks that were registered or taken from the cache, from the start.
+        recorded: The hit waits for its first `reserve`.
+        partial: Per group the (source block, tokens) of a partial hit; empty without one.
+        seen: Recycle counts of the pools at `begin`: unchanged, no hit can have gone stale.
+        frontier: Digest of the next block this sequence fills, if known.
+        copies: Blocks copied on write for it.
+    """
+
+    chain: TokenChain
+    hints: Hints
+    tables: list[list[int]]
+    computed: int = 0
+    indexed: int = 0
+    recorded: bool = False
+    partial: list[tuple[int, int]] = field(default_factory=list)
+    seen: int = 0
+    hit: Hit | None = None
+    frontier: bytes | None = None
+    copies: int = 0
+
+
+class PagedManager:
+    """Blocks on demand, shared by prefix, copied on first write.
+
+    *Last-token rule*: a hit never covers the last token of the chain, so that there are logits to sample
+    from. Without partial reuse hits are whole blocks: a 32-token prompt sent twice hits 16 at block size
+    16, a 33-token prompt 32.
+
+    *Visibility*: a block can be found once `commit` has said that its KV is written. Two sequences that
+    compute the same prompt at once therefore each compute their own; the second copy is counted.
+
+    *Red line*: no position is ever written in a block that another holds or that is indexed. `reserve` is
+    the one place that checks it.
+
+    Args:
+        num_blocks: Blocks of the pool, the null block 0 included.
+        block_size: Tokens per block.
+        index: "hash", "radix", "table", or a factory (num_blocks, block_size) -> PrefixIndex.
+        policy: Name in `POLICIES`, or a factory num_blocks -> EvictionPolicy.
+        dedup: When a block turns out to be resident already, use the first copy and free the new one.
+        partial: Least gain, in tokens, for which a part of a block is copied from a cached one; 0: never.
+        groups: KV groups; None is one full-attention group.
+        prefix_caching: Off: nothing is shared but forks.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        index: Any = "hash",
+        policy: Any = "lru",
+        dedup: bool = False,
+        partial: int = 0,
+        groups: Sequence[KVGroup] | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        if not (1 <= block_size <= 1024 and block_size & (block_size - 1) == 0):
+            raise ValueError(
+                f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32"
+            )
+        if partial < 0:
+            raise ValueError(
+                f"partial={partial}: must be a number of tokens, or 0 to copy no part of a block"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dedup = dedup
+        self.partial = partial
+        self.prefix_caching = prefix_caching
+        self.stats = CacheStats()
+        self.now = 0.0
+        self._seqs: dict[int, _Seq] = {}
+        self._pins: dict[tuple, list[list[int]]] = {}
+        self._filling: dict[bytes, int] = {}  # digest -> running sequences that are computing it
+        self._groups = [
+            self._make_group(i, group, index if prefix_caching else "table", policy)
+            for i, group in enumerate(groups or [KVGroup()])
+        ]
+        self._pools = [group.pool for group in self._groups]
+        self._copies = PendingCopies(self._pools)
+        self._one = self._groups[0] if len(self._groups) == 1 and self._groups[0].window is None else None
+
+    def _make_group(self, number: int, spec: KVGroup, index: Any, policy: Any) -> Group:
+        num_blocks = spec.num_blocks or self.num_blocks
+        built: PrefixIndex = make_index(index, num_blocks, self.block_size)
+        if spec.window is not None:
+            built.leaf_only = False  # the blocks behind a window go first, whatever continues them
+        order: EvictionPolicy = make_policy(policy, num_blocks)
+        pool = BlockPool(num_blocks, order, built)
+        group = Group(number, spec.window, pool, built, self.block_size)
+        pool.on_evict = lambda blocks, keys: self._on_evict(group, blocks, keys)
+        return group
+
+    # -------------------------------------------------------------- sizes
+
+    @property
+    def num_usable(self) -> int:
+        return min(pool.num_usable for pool in self._pools)
+
+    @property
+    def num_free(self) -> int:
+        return min(pool.num_free for pool in self._pools)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_computed(self, seq: int) -> int:
+        """Positions of a sequence whose KV is written."""
+        return self._get(seq).computed
+
+    # ------------------------------------------------------------ look up
+
+    def peek(self, chain: TokenChain) -> int:
+        """Tokens a `begin` would hit now; changes nothing."""
+        tables, tokens = self._match(chain, len(chain) - 1)
+        if tokens % self.block_size == 0:
+            tokens += self._match_below(chain, tables, tokens, len(chain) - 1)[0]
+        return tokens
+
+    def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
+        """Look a sequence up and record what it may take from the cache; touches no block.
+
+        A second `begin` before the first `reserve` replaces the first.
+
+        Raises:
+            ValueError: The chain is empty or of another block size, or the sequence holds blocks already.
+        """
+        self._check_begin(seq, chain)
+        limit = len(chain) - 1
+        if hints.max_hit_tokens is not None:
+            limit = min(limit, hints.max_hit_tokens)
+        state = _Seq(chain, hints, [[] for _ in self._groups], recorded=True)
+        state.seen = sum([pool.num_recycled for pool in self._pools])
+        if not self.prefix_caching:
+            state.hit = Hit(0, MissReason.DISABLED, 0)
+        elif not hints.cache_read:
+            state.hit = Hit(0, MissReason.OPTED_OUT, 0)
+        else:
+            state.hit = self._look_up(state, limit)
+        self._seqs[seq] = state
+        return state.hit
+
+    def _check_begin(self, seq: int, chain: TokenChain) -> None:
+        if not len(chain):
+            raise ValueError(f"sequence {seq}: its chain is empty; give at least one token")
+        if chain.block_size != self.block_size:
+            raise ValueError(
+                f"chain of block_size={chain.block_size}: the manager's is {self.block_size}; build it with that"
+            )
+        held = self._seqs.get(seq)
+        if held is not None and not held.recorded:
+            raise ValueError(f"sequence {seq}: holds blocks already; release it first")
+
+    def _look_up(self, state: _Seq, limit: int) -> Hit:
+        chain = state.chain
+        state.tables, tokens = self._match(chain, limit)
+        full = tokens // self.block_size
+        state.computed = tokens
+        state.indexed = full
+        if not self._groups[0].index.indexes:  # a table index matches to the token
+            reason = MissReason.LAST_TOKEN if tokens == limit < len(chain) else MissReason.NO_MATCH
+            return Hit(tokens, reason, tokens)
+        gain, sources, below = self._match_below(chain, state.tables, tokens, limit)
+        if gain:
+            state.partial = sources
+            state.computed += gain
+        return Hit(tokens + gain, self._reason(chain, full, gain, below, limit), tokens + below)
+
+    def _match(self, chain: TokenChain, limit: int) -> tuple[list[list[int]], int]:
+        """Resident blocks per group, and how many tokens of at most `limit` they hold."""
+        if limit <= 0:
+            return [[] for _ in self._groups], 0
+        if self._one is not None:
+            blocks, tokens = self._one.index.lookup(chain, limit)
+            return [blocks], tokens
+        count = limit // self.block_size
+        resident = [group.index.resident(chain, count) for group in self._groups]
+        count = common_hit(self._groups, resident, count)
+        tables = []
+        for group, blocks in zip(self._groups, resident):
+            skip = group.first_needed(count * self.block_size)
+            tables.append([0] * min(skip, count) + blocks[skip:count])
+        return tables, count * self.block_size
+
+    def _match_below(
+        self, chain: TokenChain, tables: list[list[int]], tokens: int, limit: int
+    ) -> tuple[int, list[tuple[int, int]], int]:
+        """(tokens to copy, a source per group, tokens that match) in the block after the hit."""
+        full = tokens // self.block_size
+        room = len(chain) - tokens
+        found = [group.index.below(chain, full, room) for group in self._groups]
+        below = min(shared for _, shared in found)
+        gain = min(below, limit - tokens)
+        if not self.partial or gain < self.partial:
+            return 0, [], below
+        # The source must stay while it is copied: leave it a block outside the sequence's own.
+        if self.num_blocks_for(len(chain)) >= self.num_usable:
+            return 0, [], below
+        return gain, found, below
+
+    def _reason(self, chain: TokenChain, full: int, gain: int, below: int, limit: int) -> MissReason:
+        size = self.block_size
+        tokens = full * size + gain
+        if below >= min(size, len(chain) - full * size) and tokens >= limit // size * size:
+            return MissReason.LAST_TOKEN
+        if tokens == limit:
+            return MissReason.NONE
+        if full < chain.num_full_blocks:
+            digest = chain.digest(full)
+            if digest in self._filling:
+                return MissReason.SAME_STEP_TWIN
+            if any(digest in group.evicted for group in self._groups):
+                return MissReason.EVICTED
+        if below > gain:
+            return MissReason.BELOW_BLOCK_FLOOR
+        if full == 0 and self._groups[0].index.foreign(chain):
+            return MissReason.OTHER_NAMESPACE
+        if full * size >= limit // size * size:
+            return MissReason.NONE
+        return MissReason.NO_MATCH
+
+    # ------------------------------------------------------------ reserve
+
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+        """Make the next positions of a sequence writable, or change nothing.
+
+        On True the block table covers positions [computed, computed + num_tokens + lookahead), each in a
+        block that this sequence alone holds and that is not indexed; blocks that were shared or indexed
+        have been replaced and their copies planned. The first call after `begin` takes the hits: it adds
+        their references before it allocates.
+
+        Room is counted so that hits waiting among the evictable blocks are consumed, and so is the source
+        of a partial hit. False also where a recorded hit was evicted meanwhile: `begin` again.
+
+        Raises:
+            ValueError: Unknown sequence, or a negative number.
+        """
+        state = self._get(seq)
+        if num_tokens < 0 or lookahead < 0:
+            raise ValueError(f"num_tokens={num_tokens}, lookahead={lookahead}: must not be negative")
+        size = self.block_size
+        end = state.computed + num_tokens + lookahead
+        want = -(-end // size)
+        writes_from = state.computed // size if end > state.computed else want
+        shared: list[list[int]] = []
+        for group, table in zip(self._groups, state.tables):
+            pool = group.pool
+            copies: list[int] = []
+            if writes_from < len(table):
+                copies = self._unwritable(state, pool, table, writes_from, want)
+            need = max(want - len(table), 0) + len(copies)
+            if need > pool.num_free - (self._num_waiting(state, group) if state.recorded else 0):
+                return False
+            shared.append(copies)
+        if state.recorded and not self._adopt(seq, state):
+            return False
+        for group, table, copies in zip(self._groups, state.tables, shared):
+            new = want - len(table)
+            if new > 0 or copies:
+                self._extend(seq, state, group, max(new, 0), copies)
+        return True
+
+    @staticmethod
+    def _unwritable(state: _Seq, pool: BlockPool, table: list[int], first: int, end: int) -> list[int]:
+        """The red line: table positions to be written whose block is shared or indexed."""
+        own = 0 if state.recorded else 1  # references this sequence holds itself
+        ref, keys = pool.ref, pool.keys
+        return [
+            i
+            for i in range(first, min(end, len(table)))
+            if ref[table[i]] != own or keys[table[i]] is not None
+        ]
+
+    def _num_waiting(self, state: _Seq, group: Group) -> int:
+        """Evictable blocks that admitting the sequence consumes beside its new ones."""
+        hits = [b for b in state.tables[group.id] if b]
+        if state.partial:
+            hits.append(state.partial[group.id][0])
+        return group.pool.num_idle(hits)
+
+    def _adopt(self, seq: int, state: _Seq) -> bool:
+        """Take the recorded hits; False: some have gone since `begin`."""
+        if state.seen != sum([pool.num_recycled for pool in self._pools]) and not self._still_there(state):
+            return False
+        hints, now = state.hints, self.now
+        for group, table in zip(self._groups, state.tables):
+            if group.window is None:
+                if table:
+                    group.pool.touch(table, 0, hints, now)
+            else:
+                self._adopt_window(group, state, table)
+        state.recorded = False
+        self._count_admission(state)
+        self._set_frontier(state)
+        return True
+
+    def _adopt_window(self, group: Group, state: _Seq, table: list[int]) -> None:
+        """Touch what the window needs; what is resident behind it counts as used, too."""
+        kept = [b for b in table if b]
+        skip = len(table) - len(kept)
+        group.pool.touch(kept, skip, state.hints, self.now)
+        behind = [b for b in group.index.resident(state.chain, skip) if b]
+        group.pool.touch(behind, 0, state.hints, self.now)
+        group.pool.free(behind, self.now)
+
+    def _still_there(self, state: _Seq) -> bool:
+        """The recorded blocks still hold what `begin` found."""
+        again, tokens = self._match(state.chain, state.computed)
+        if again != state.tables or tokens + sum(t for _, t in state.partial[:1]) != state.computed:
+            return False
+        if not state.partial:
+            return True
+        return self._match_below(state.chain, again, tokens, state.computed)[1] == state.partial
+
+    def _extend(self, seq: int, state: _Seq, group: Group, new: int, copies: list[int]) -> None:
+        """Allocate: `new` blocks at the table's end and one for each position of `copies`."""
+        pool, table = group.pool, state.tables[group.id]
+        source = state.partial[group.id][0] if state.partial else 0
+        if source:
+            # Out of the queue while blocks are taken, then back as if just used: held until copied.
+            pool.touch([source], len(table), state.hints, self.now)
+        blocks = pool.take(new + len(copies), self.now)
+        self.stats.blocks_taken += len(blocks)
+        if copies:
+            old = [table[i] for i in copies]
+            for i, src, dst in zip(copies, old, blocks):
+                self._copies.add("cow", group.id, src, dst)
+                table[i] = dst
+            pool.free(old, self.now)
+            state.indexed = min(state.indexed, copies[0])
+            self._count_copies(state, group, len(copies))
+        table += blocks[len(copies) :]
+        if source:
+            self._copies.add("cow", group.id, source, blocks[0])
+            pool.free([source], self.now)
+            state.partial[group.id] = (0, 0)
+            self._count_copies(state, group, 1)
+
+    def _count_copies(self, state: _Seq, group: Group, count: int) -> None:
+        self.stats.copies += count
+        state.copies += count
+
+    def _count_admission(self, state: _Seq) -> None:
+        stats, hit = self.stats, state.hit
+        assert hit is not None
+        if state.hints.resumed:
+            stats.resumed_requests += 1
+            stats.resumed_tokens += len(state.chain)
+            stats.resumed_hit_tokens += hit.num_tokens
+            return
+        stats.requests += 1
+        stats.prompt_tokens += len(state.chain)
+        stats.hit_tokens += hit.num_tokens
+        stats.partial_hits += bool(state.partial)
+        stats.miss_reasons[hit.reason] = stats.miss_reasons.get(hit.reason, 0) + 1
+
+    # ------------------------------------------------------------- commit
+
+    def commit(self, seq: int, num_computed: int, now: float) -> None:
+        """Book written KV: index the blocks that are now full, let go of those behind every window.
+
+        Args:
+            num_computed: Positions whose KV is written, from the start.
+            now: Logical time.
+
+        Raises:
+            ValueError: Less than before, more than reserved, or more than the chain has tokens.
+        """
+        state = self._get(seq)
+        self.now = now
+        size = self.block_size
+        full = num_computed // size
+        if not state.computed <= num_computed <= min(len(state.tables[0]) * size, len(state.chain)):
+            raise ValueError(
+                f"num_computed={num_computed}: must be at least {state.computed} and within the "
+                f"{len(state.tables[0]) * size} slots reserved and the {len(state.chain)} tokens of the chain"
+            )
+        if state.recorded and num_computed:
+            raise ValueError(f"sequence {seq}: commit before its first reserve; reserve first")
+        state.computed = num_computed
+        if full > state.indexed:
+            if self.prefix_caching and state.hints.cache_write:
+                for group in self._groups:
+                    self._register(group, state, state.indexed, full)
+            state.indexed = full
+            self._set_frontier(state)
+        if self._one is None:
+            for group in self._groups:
+                if group.window is not None:
+                    self._leave_behind(group, state)
+
+    def _register(self, group: Group, state: _Seq, first: int, full: int) -> None:
+        table, index = state.tables[group.id], group.index
+        if not index.indexes:
+            return
+        first = max(first, group.first_needed(state.computed)) if group.window is not None else first
+        while first < full and not table[first]:
+            first += 1
+        blocks = table[first:full]
+        if not blocks:
+            return
+        known, twins = index.register(
+            state.chain, first, blocks, table[first - 1] if first else 0, dedup=self.dedup
+        )
+        digests = state.chain.digests(full)[first:full]
+        keys, pool = group.pool.keys, group.pool
+        if known is blocks:
+            for b, digest in zip(blocks, digests):
+                keys[b] = digest
+            pool.policy.insert(blocks, digests, first, state.hints, self.now)
+            self._on_stored(group, state, first, blocks, digests)
+            self.stats.blocks_indexed += len(blocks)
+        else:
+            self._register_some(group, state, first, blocks, known, digests)
+        self.stats.same_step_twins += twins
+
+    def _register_some(
+        self, group: Group, state: _Seq, first: int, blocks: list[int], known: list[int], digests: list[bytes]
+    ) -> None:
+        """Some contents were resident already: use the first copies, or let the new ones stand beside."""
+        keys = group.pool.keys
+        for i, (own, canonical, digest) in enumerate(zip(blocks, known, digests)):
+            if own == canonical:
+                if keys[own] is None:
+                    keys[own] = digest
+                    group.pool.policy.insert([own], [digest], first + i, state.hints, self.now)
+                    self._on_stored(group, state, first + i, [own], [digest])
+                    self.stats.blocks_indexed += 1
+            elif self.dedup:
+                self._replace_everywhere(group, first + i, own, canonical)
+
+    def _replace_everywhere(self, group: Group, position: int, own: int, canonical: int) -> None:
+        """Every table that holds the twin, forks included, names the first copy from now on."""
+        holders = [
+            table
+            for state in self._seqs.values()
+            if not state.recorded
+            and len(table := state.tables[group.id]) > position
+            and table[position] == own
+        ]
+        for table in holders:
+            table[position] = canonical
+            group.pool.touch([canonical], position, NO_HINTS, self.now)
+        group.pool.free([own] * len(holders), self.now)
+        self.stats.dedup_blocks += 1
+
+    def _leave_behind(self, group: Group, state: _Seq) -> None:
+        table = state.tables[group.id]
+        end = min(group.first_needed(state.computed), len(table))
+        behind = []
+        for i in range(end - 1, -1, -1):
+            if not table[i]:
+                break
+            behind.append(table[i])
+            table[i] = 0
+        if behind:
+            group.pool.free(behind[::-1], self.now)
+
+    def _set_frontier(self, state: _Seq) -> None:
+        """Name the block a running sequence fills next, so that a twin can be told from a stranger."""
+        self._clear_frontier(state)
+        if self.prefix_caching and state.indexed < state.chain.num_full_blocks:
+            digest = state.chain.digest(state.indexed)
+            state.frontier = digest
+            self._filling[digest] = self._filling.get(digest, 0) + 1
+
+    def _clear_frontier(self, state: _Seq) -> None:
+        digest = state.frontier
+        if digest is not None:
+            state.frontier = None
+            left = self._filling[digest] - 1
+            if left:
+                self._filling[digest] = left
+            else:
+                del self._filling[digest]
+
+    # ------------------------------------------------------ fork, release
+
+    def fork(self, parent: int, child: int, chain: TokenChain) -> None:
+        """Let `child` share all of the parent's written blocks; each copies on its first write.
+
+        Args:
+            chain: The child's own tokens; they agree with the parent's as far as KV is written.
+
+        Raises:
+            ValueError: Unknown parent, a child that holds blocks, or a chain too short.
+        """
+        source = self._get(parent)
+        if child in self._seqs:
+            raise ValueError(f"sequence {child}: exists already; release it first")
+        if source.recorded:
+            raise ValueError(f"sequence {parent}: has no blocks to share yet; reserve first")
+        if len(chain) < source.computed:
+            raise ValueError(f"chain of {len(chain)} tokens: the parent has computed {source.computed}")
+        count = self.num_blocks_for(source.computed)
+        tables = [table[:count] for table in source.tables]
+        for group, table in zip(self._groups, tables):
+            group.pool.share([b for b in table if b])
+        self._seqs[child] = _Seq(chain, source.hints, tables, source.computed, source.indexed)
+
+    def release(self, seq: int) -> None:
+        """Give a sequence's blocks back, each group's tail first. Idempotent; unknown ids are a no-op.
+
+        Its pending copies are cancelled where nobody else needs them.
+        """
+        state = self._seqs.pop(seq, None)
+        if state is None or state.recorded:
+            return
+        self._clear_frontier(state)
+        for group, table in zip(self._groups, state.tables):
+            group.pool.free(table if group.window is None else [b for b in table if b], self.now)
+        self._copies.cancel_unneeded()
+
+    def truncate(self, seq: int, num_tokens: int) -> None:
+        """Forget the positions from `num_tokens` on, and give back the blocks only they needed.
+
+        Raises:
+            ValueError: Unknown sequence, or more than there are.
+        """
+        state = self._get(seq)
+        if state.recorded or not 0 <= num_tokens <= len(state.tables[0]) * self.block_size:
+            raise ValueError(f"num_tokens={num_tokens}: must lie within the sequence's reserved blocks")
+        keep = self.num_blocks_for(num_tokens)
+        for group, table in zip(self._groups, state.tables):
+            gone = [b for b in table[keep:] if b]
+            del table[keep:]
+            group.pool.free(gone, self.now)
+        self._copies.cancel_unneeded()
+        state.computed = min(state.computed, num_tokens)
+        state.indexed = min(state.indexed, num_tokens // self.block_size)
+        self._set_frontier(state)
+
+    def _get(self, seq: int) -> _Seq:
+        state = self._seqs.get(seq)
+        if state is None:
+            raise ValueError(f"sequence {seq}: unknown; begin it first")
+        return state
+
+    # ------------------------------------------------------ copies, tables
+
+    def take_copies(self) -> CopyPlan:
+        """The copies planned since the last call; they run before the step that is being planned."""
+        return self._copies.take(self.now)
+
+    def num_copies(self, seq: int) -> int:
+        """Blocks copied on write for this sequence so far; 0 for an unknown one."""
+        state = self._seqs.get(seq)
+        return state.copies if state is not None else 0
+
+    def table(self, seq: int, group: int = 0) -> list[int]:
+        """Block ids of a sequence in order of position; the recorded hit before the first reserve."""
+        return list(self._get(seq).tables[group])
+
+    def tables(self, seqs: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
+        """One fresh i32[S, width] per KV group, padded with the null block.
+
+        Raises:
+            ValueError: A table is longer than `width`.
+        """
+        out = []
+        for group in self._groups:
+            rows = np.zeros((len(seqs), width), dtype=np.int32)
+            for row, seq in zip(rows, seqs):
+                table = self._get(seq).tables[group.id]
+                if len(table) > width:
+                    raise ValueError(
+                        f"width={width}: sequence {seq} has {len(table)} blocks; widen the tables"
+                    )
+                row[: len(table)] = table
+            out.append(rows)
+        return tuple(out)
+
+    # -------------------------------------------------------- pin, reset
+
+    def pin(self, chain: TokenChain) -> int:
+        """Keep a chain's resident prefix from eviction, whoever else uses it.
+
+        With an index, its resident full blocks; under a table index the blocks of a live sequence that
+        has computed the whole chain, to the token, offered to all later sequences.
+
+        Returns:
+            Tokens pinned; 0: nothing resident, or the chain is pinned already.
+        """
+        key = (chain.extra, tuple(chain.tokens))
+        if key in self._pins or not self.prefix_caching:
+            return 0
+        if self._groups[0].index.indexes:
+            tables, tokens = self._match(chain, len(chain))
+        else:
+            tables, tokens = self._computed_by_someone(chain)
+        if not tokens:
+            return 0
+        for group, table in zip(self._groups, tables):
+            blocks = [b for b in table if b]
+            group.pool.touch(blocks, 0, NO_HINTS, self.now)
+            if isinstance(group.index, TableIndex):
+                group.index.pin(chain, blocks)
+        self._pins[key] = [[b for b in table if b] for table in tables]
+        return tokens
+
+    def _computed_by_someone(self, chain: TokenChain) -> tuple[list[list[int]], int]:
+        count = len(chain)
+        for state in self._seqs.values():
+            if (
+                not state.recorded
+                and state.computed >= count
+                and state.chain.extra == chain.extra
+                and state.chain.tokens[:count] == chain.tokens
+            ):
+                return [table[: self.num_blocks_for(count)] for table in state.tables], count
+        return [[] for _ in self._groups], 0
+
+    def unpin(self, chain: TokenChain) -> bool:
+        """Undo `pin`; False: the chain was not pinned."""
+        tables = self._pins.pop((chain.extra, tuple(chain.tokens)), None)
+        if tables is None:
+            return False
+        for group, table in zip(self._groups, tables):
+            if isinstance(group.index, TableIndex):
+                group.index.unpin(chain)
+                self._forget_recorded(group)
+            group.pool.free(table, self.now)
+        return True
+
+    def _forget_recorded(self, group: Group) -> None:
+        """Hits recorded from a pin that is gone are no longer backed by anything."""
+        group.pool.num_recycled += 1
+
+    def evict(self, num_blocks: int) -> int:
+        """Drop up to so many evictable blocks' contents in the first group; returns how many went."""
+        pool = self._groups[0].pool
+        count = min(num_blocks, pool.num_evictable)
+        if count > 0:
+            pool.blank += pool.evict(count, self.now)[::-1]
+            self.stats.evictions = sum(p.num_evictions for p in self._pools)
+        return max(count, 0)
+
+    def reset(self, mode: str = "strict") -> ResetReport:
+        """Drop every cached content, as after a change of weights.
+
+        Args:
+            mode: "strict": only if no sequence and no pin is in the way, else change nothing. "preempt":
+                release all sequences and pins first; the caller has to start them again.
+
+        Raises:
+            ValueError: Another mode.
+        """
+        if mode not in ("strict", "preempt"):
+            raise ValueError(f"mode={mode}: must be strict or preempt")
+        holders = [seq for seq, state in self._seqs.items() if not state.recorded]
+        if mode == "strict" and (holders or self._pins):
+            return ResetReport(False, blocked_by=len(holders) + len(self._pins))
+        for seq in list(self._seqs):
+            self.release(seq)
+        for extra, tokens in list(self._pins):
+            self.unpin(TokenChain(tokens, block_size=self.block_size, extra=extra))
+        self._copies.drop(self.now)
+        cleared = sum(pool.clear() for pool in self._pools)
+        for group in self._groups:
+            group.evicted.clear()
+        return ResetReport(True, cleared, tuple(holders))
+
+    # -------------------------------------------------------------- events
+
+    def _on_evict(self, group: Group, blocks: list[int], keys: list[bytes]) -> None:
+        self.stats.evictions += len(blocks)
+        group.evicted.add(keys)
+
+    def _on_stored(
+        self, group: Group, state: _Seq, first: int, blocks: list[int], digests: list[bytes]
+    ) -> None:
+        pass
+
+    # --------------------------------------------------------------- check
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state in plain values: per group the queue, references and keys; tables; counters."""
+        groups = []
+        for pool in self._pools:
+            queue = pool.blank[::-1] + pool.policy.victim(pool.num_evictable, self.now)
+            groups.append(
+                {
+                    "free_queue": queue,
+                    "num_blank": len(pool.blank),
+                    "num_evictable": pool.num_evictable,
+                    "ref": {b: r for b, r in enumerate(pool.ref) if r},
+                    "keys": {b: key for b, key in enumerate(pool.keys) if key is not None},
+                }
+            )
+        tables = {seq: [list(t) for t in state.tables] for seq, state in self._seqs.items()}
+        return {"groups": groups, "tables": tables, "stats": self.stats.snapshot()}
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantError` where the books contradict themselves."""
+        for group in self._groups:
+            references: dict[int, int] = {}
+            held = [s.tables[group.id] for s in self._seqs.values() if not s.recorded]
+            held += [tables[group.id] for tables in self._pins.values()]
+            for table in held:
+                for b in table:
+                    if b:
+                        references[b] = references.get(b, 0) + 1
+            group.pool.check(references)
+            group.index.check(group.pool.keys)
+        for seq, state in self._seqs.items():
+            slots = len(state.tables[0]) * self.block_size
+            if not state.recorded and state.computed > slots:
+                raise InvariantError(f"sequence {seq}: {state.computed} tokens computed in {slots} slots")
+        self._copies.check()

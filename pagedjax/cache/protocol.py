@@ -1,0 +1,204 @@
+"""What crosses the cache's border: hints in; hits, copies and reports out; the manager protocol."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pagedjax.cache.hashing import TokenChain
+
+
+class InvariantError(RuntimeError):
+    """The cache's books contradict themselves; the message holds a dump."""
+
+
+class MissReason(enum.StrEnum):
+    """Why a prefix match stopped where it did."""
+
+    NONE = "none"  # everything that may be taken from the cache was
+    NO_MATCH = "no_match"  # nothing resident continues the match
+    BELOW_BLOCK_FLOOR = "below_block_floor"  # more tokens match, but fewer than a block
+    EVICTED = "evicted"  # the next block was cached once and has been evicted
+    OTHER_NAMESPACE = "other_namespace"  # the same tokens are cached under other extra keys
+    OPTED_OUT = "opted_out"  # the request asked not to read the cache
+    LAST_TOKEN = "last_token"  # more is resident, but a token must be left to compute
+    SAME_STEP_TWIN = "same_step_twin"  # a running sequence is computing the next block, not yet visible
+    DISABLED = "disabled"  # prefix caching is off
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a request tells the manager beside its tokens.
+
+    Attributes:
+        expected_tokens: Output tokens, where known; read by the Oracle reservation rule.
+        priority: Retention priority of its blocks; higher stays longer under the retention policy.
+        ttl_s: For how long (in units of `now`) that priority holds; None: for ever.
+        cache_read: False: take nothing from the cache.
+        cache_write: False: leave nothing in it.
+        resumed: The request was preempted before; what it hits again is counted apart.
+        max_hit_tokens: Take at most so many tokens from the cache; None: all but the last one.
+        max_tokens: Most output tokens the request may ask for; read by the reservation rules.
+    """
+
+    expected_tokens: int | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+    cache_read: bool = True
+    cache_write: bool = True
+    resumed: bool = False
+    max_hit_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What `begin` found.
+
+    Attributes:
+        num_tokens: Tokens whose KV is taken from the cache.
+        reason: Why no more.
+        matched_tokens: Tokens that match something resident, counted below block granularity.
+    """
+
+    num_tokens: int
+    reason: MissReason
+    matched_tokens: int
+
+
+@dataclass(frozen=True)
+class CopyBatch:
+    """Block copies that may run at once: no id is a destination twice, nor source and destination.
+
+    Attributes:
+        kind: "cow" (device to device), "swap_out" (device to host), "swap_in" (host to device).
+        src: i32[C] source ids.
+        dst: i32[C] destination ids.
+        group: KV group whose pool they are in.
+    """
+
+    kind: str
+    src: np.ndarray
+    dst: np.ndarray
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Batches in the order they have to run, all before the step computes. Truthy if there are any."""
+
+    batches: tuple[CopyBatch, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.batches)
+
+    @property
+    def num_copies(self) -> int:
+        return sum(len(batch.src) for batch in self.batches)
+
+
+NO_COPIES = CopyPlan()
+
+
+@dataclass(frozen=True)
+class ResetReport:
+    """What `reset` did; truthy only if the cache is empty now.
+
+    Attributes:
+        done: The cache was cleared.
+        num_cleared: Indexed blocks dropped, all groups and tiers together.
+        preempted: Sequences that lost their blocks (mode "preempt").
+        blocked_by: Sequences or pins in the way (mode "strict"); nothing was changed then.
+    """
+
+    done: bool
+    num_cleared: int = 0
+    preempted: tuple[int, ...] = ()
+    blocked_by: int = 0
+
+    def __bool__(self) -> bool:
+        return self.done
+
+
+class KVCacheManager(Protocol):
+    """Decides which block holds which tokens. Knows tokens, blocks and sequence ids, nothing else.
+
+    A token counts in a sequence's length from the step that writes its KV: growing from 3 to 4 tokens at
+    block size 4 takes no block, from 4 to 5 takes one.
+    """
+
+    num_blocks: int
+    block_size: int
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can ever be handed out."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now: blank and evictable ones."""
+        ...
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that many tokens need."""
+        ...
+
+    def peek(self, chain: TokenChain) -> int:
+        """Tokens a `begin` would hit now; changes nothing."""
+        ...
+
+    def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
+        """Look a sequence up and record the hit; touches no block. Never covers the last token."""
+        ...
+
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+        """Make the next `num_tokens` positions writable; False: no room, and nothing changed."""
+        ...
+
+    def commit(self, seq: int, num_computed: int, now: float) -> None:
+        """The KV of positions below `num_computed` is written: index blocks that are now full."""
+        ...
+
+    def fork(self, parent: int, child: int, chain: TokenChain) -> None:
+        """Let `child` share all blocks of `parent`; copies happen on the first write."""
+        ...
+
+    def swap_out(self, seq: int) -> bool:
+        """Move a sequence's blocks to the host; False: no room there, and nothing changed."""
+        ...
+
+    def swap_in(self, seq: int) -> bool:
+        """Bring a swapped sequence back; False: no room, and nothing changed."""
+        ...
+
+    def release(self, seq: int) -> None:
+        """Give a sequence's blocks back. Idempotent; unknown ids are a no-op."""
+        ...
+
+    def take_copies(self) -> CopyPlan:
+        """The copies planned since the last call."""
+        ...
+
+    def table(self, seq: int) -> list[int]:
+        """Block ids of one sequence, in order of position (first KV group)."""
+        ...
+
+    def tables(self, seqs: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
+        """One fresh i32[S, width] per KV group, padded with the null block."""
+        ...
+
+    def num_copies(self, seq: int) -> int:
+        """Blocks copied on write for this sequence so far."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantError` where the books contradict themselves."""
+        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,11 +166,15 @@ class Demo:
     def _statistics(self) -> None:
         stats = self.llm.manager.stats
         self._title("What the cache did")
-        counts = stats.to_dict()
+        reasons = ", ".join(f"{reason} {count}" for reason, count in stats.miss_reasons.items())
         self.say(
-            "\n".join(f"  {name.replace('_', ' '):<28} {_number(value)}" for name, value in counts.items())
+            f"  {stats.requests} requests, {stats.prompt_tokens:,} prompt tokens: {stats.hit_tokens:,} hits "
+            f"({stats.hit_rate:.0%})\n"
+            f"  blocks: {stats.blocks_taken} handed out, {stats.blocks_indexed} indexed, {stats.copies} copied on "
+            f"write, {stats.evictions} evicted\n"
+            f"  matches stopped for: {reasons}"
         )
-        self.results["stats"] = counts
+        self.results["stats"] = dataclasses.asdict(stats) | {"hit_rate": stats.hit_rate}
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
@@ -247,9 +252,3 @@ def _plain(text: str) -> str:
     from rich.markup import escape
 
     return escape(" ".join(text.split()))
-
-
-def _number(value: Any) -> str:
-    return (
-        f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )

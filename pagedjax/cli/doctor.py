@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -177,7 +178,10 @@ def _implementations() -> dict[str, str]:
     found = {}
     for name in IMPLEMENTATIONS:
         try:
-            out = paged_attention(query, make_pool(layout), 0, ragged, scale=0.125, implementation=name)
+            attend = functools.partial(paged_attention, layer=0, scale=0.125, implementation=name)
+            out = jax.jit(lambda q, pool, batch, attend=attend: attend(q, pool, ragged=batch))(
+                query, make_pool(layout), ragged
+            )
             found[name] = "serves" if bool(jnp.isfinite(out).all()) else "BROKEN: gave non-finite numbers"
         except NotImplementedError as error:
             found[name] = f"does not serve on {jax.default_backend()}: {error}"

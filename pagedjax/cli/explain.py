@@ -90,7 +90,7 @@ class Story:
         self._say(
             "Look up, stop at the first miss",
             f"{blocks} blocks match, {hit.num_tokens} tokens need no "
-            f"computing; the next does not ({hit.reason.value}; {hit.matched_tokens} tokens matched one by one). "
+            f"computing; the next does not ({hit.reason.value}). "
             "Looking changes nothing.",
         )
         self._state()
@@ -133,11 +133,11 @@ class Story:
         self.console.print(f"\n[bold]{title}.[/] {text}")
 
     def _state(self) -> None:
-        pool = self.manager.pools[0]
-        table = self.manager.table(REQUEST) or self.manager.table(EARLIER)
-        queue = [*reversed(pool.blank), *pool.policy.victim(pool.num_evictable, self.now)]
-        cached = [block for block in range(1, NUM_BLOCKS) if pool.keys[block] is not None]
-        refs = "  ".join(f"{block}:{pool.ref[block]}" for block in range(1, NUM_BLOCKS))
-        self.console.print(f"  table       {table or '-'}")
+        snapshot = self.manager.snapshot()
+        books, tables = snapshot["groups"][0], snapshot["tables"]
+        refs = "  ".join(f"{block}:{books['ref'].get(block, 0)}" for block in range(1, NUM_BLOCKS))
+        self.console.print(f"  table       {tables[REQUEST][0] if REQUEST in tables else '-'}")
         self.console.print(f"  references  {refs}")
-        self.console.print(f"  free queue  {queue or '-'}   cached {cached or '-'}")
+        self.console.print(
+            f"  free queue  {books['free_queue'] or '-'}   cached {sorted(books['keys']) or '-'}"
+        )

@@ -32,10 +32,10 @@ class PoolPicture:
             manager: Any paged manager; its first KV group is drawn.
             sequences: Label to sequence id.
         """
-        pool = manager.pools[0]
-        cached = frozenset(block for block, key in enumerate(pool.keys) if key is not None)
+        books = manager.snapshot()["groups"][0]
+        ref = tuple(books["ref"].get(block, 0) for block in range(manager.num_blocks))
         tables = {label: tuple(manager.table(seq)) for label, seq in sequences.items()}
-        return cls(tuple(pool.ref), cached, tables)
+        return cls(ref, frozenset(books["keys"]), tables)
 
     def count(self, state: str) -> int:
         return sum(self.state(block) == state for block in range(1, len(self.ref)))

@@ -193,10 +193,18 @@ class LLM:
         text = self.tokenizer.apply_chat(messages, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special=False)
 
-    def warm_up(self) -> None:
-        """Compile all programs now (at most 12; cached on disk), with a progress bar."""
-        with bar("compiling", len(self.runner.buckets.ladder), self.progress) as advance:
-            self.runner.warm_up(lambda _: advance(1))
+    def warm_up(self, *, mixed: bool = True) -> None:
+        """Compile programs now (at most 12; cached on disk), with a progress bar.
+
+        Args:
+            mixed: Also those of steps that decode and prefill at once. Without arrivals while others
+                decode, as in a script that runs one batch after another, they are never needed.
+        """
+        buckets = [
+            b for b in self.runner.buckets.ladder if mixed or not (b.num_decodes and b.num_prefill_tokens)
+        ]
+        with bar("compiling", len(buckets), self.progress) as advance:
+            self.runner.warm_up(lambda _: advance(1), buckets)
 
     def _finish(self, order: list[str], progress: bool) -> list[RequestOutput]:
         waiting = set(order)

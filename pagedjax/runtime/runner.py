@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -96,12 +96,19 @@ class JaxRunner:
         ended = time.perf_counter()
         return StepResult(token_list, logprob_list, ended - started, packed - started, dispatched - packed)
 
-    def warm_up(self, on_done: Callable[[Bucket], None] | None = None) -> None:
-        """Compile every bucket's program and the copy program by running them on nothing but padding."""
+    def warm_up(
+        self, on_done: Callable[[Bucket], None] | None = None, buckets: Iterable[Bucket] | None = None
+    ) -> None:
+        """Compile buckets' programs and the copy program by running them on nothing but padding.
+
+        Args:
+            on_done: Called after each bucket.
+            buckets: Which; None is the whole ladder. Others compile when they are first needed.
+        """
         empty = StepPlan(0, (), (), CopyPlan())
         none = np.full(_COPY_BUCKET, -1, np.int32)
         self.pool = self.copy_fn(self.pool, none, none)
-        for bucket in self.buckets.ladder:
+        for bucket in self.buckets.ladder if buckets is None else buckets:
             self._dispatch(bucket, self._pack(empty, bucket))
             if on_done is not None:
                 on_done(bucket)

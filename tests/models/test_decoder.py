@@ -1,0 +1,124 @@
+"""The decoder over a paged pool equals a dense float64 forward that shares no code with it."""
+
+import jax
+import numpy as np
+import pytest
+
+from pagedjax.models import abstract_params, make_decoder
+from pagedjax.models.weights import flat
+from pagedjax.testing import tiny_config, tiny_params
+
+# One row per switch of ModelConfig. Logits agree to a float32 rounding of a few hundred terms.
+ROWS = {
+    "gqa_tied": {},
+    "mha_biases": dict(num_heads=4, num_kv_heads=4, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "mqa_gelu": dict(num_heads=6, num_kv_heads=1, head_dim=16, activation="gelu"),
+    "qk_norm_untied": dict(qk_norm=True, tie_embeddings=False),
+    "nope_layers": dict(num_layers=3, rope_layers=(True, False, True)),
+    "windows": dict(num_layers=3, windows=(5, None, 3), local_rope_theta=100.0),
+    "gemma_like": dict(
+        num_layers=3,
+        windows=(4, None, 4),
+        attn_soft_cap=5.0,
+        logit_soft_cap=3.0,
+        post_norms=True,
+        embed_scale=48**0.5,
+        query_scale=0.2,
+        activation="gelu_tanh",
+    ),
+    "gpt2_like": dict(
+        positions="learned",
+        norm="layer",
+        gated_mlp=False,
+        activation="gelu_tanh",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        num_kv_heads=6,
+    ),
+    "opt_like": dict(positions="learned", norm="layer", gated_mlp=False, activation="relu", head_dim=9),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_the_dense_judge_in_chunks_and_batches(row, judge):
+    config = tiny_config(max_model_len=64, **ROWS[row])
+    params = tiny_params(config, seed=3)
+    rng = np.random.default_rng(1)
+    texts = {s: rng.integers(0, config.vocab_size, n).tolist() for s, n in (("a", 23), ("b", 14), ("c", 9))}
+    want = {s: judge.forward(config, params, t) for s, t in texts.items()}
+    model = judge.Paged(config, jax.device_put(params))
+    got = {s: [] for s in texts}
+    # Prefill and chunked prefill, decodes beside a chunk, then decodes alone.
+    for plan in ({"a": 11}, {"a": 1, "b": 9}, {"a": 7, "b": 1, "c": 5}, *[dict(a=1, b=1, c=1)] * 4):
+        chunks = {s: texts[s][model.lens.get(s, 0) :][:n] for s, n in plan.items()}
+        for s, rows in model.feed(chunks).items():
+            got[s].append(rows)
+    for s, expected in want.items():
+        found = np.concatenate(got[s])
+        assert len(found) == len(expected) == len(texts[s])
+        np.testing.assert_allclose(found, expected, atol=3e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_building_allocates_no_arrays():
+    huge = tiny_config(
+        d_model=8192, num_heads=64, num_kv_heads=8, head_dim=128, d_mlp=28672, vocab_size=128256
+    )
+    shapes = dict(flat(abstract_params(huge, "bfloat16")))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in shapes.values())
+    assert shapes["layer_01/qkv/kernel"].shape == (8192, (64 + 16) * 128)
+    assert shapes["embed"].dtype == "bfloat16"
+    assert make_decoder(huge) == make_decoder(huge)
+
+
+def test_leaves_are_one_per_layer_and_matrix():
+    names = [name for name, _ in flat(abstract_params(tiny_config()))]
+    assert names == [
+        "embed",
+        "final_norm/scale",
+        *[
+            f"layer_{layer:02d}/{leaf}"
+            for layer in range(2)
+            for leaf in (
+                "attn_norm/scale",
+                "mlp/down/kernel",
+                "mlp/up/kernel",
+                "mlp_norm/scale",
+                "out/kernel",
+                "qkv/kernel",
+            )
+        ],
+        "lm_head/kernel",
+    ]
+
+
+def test_bfloat16_stays_bfloat16_and_logits_are_float32(judge):
+    config = tiny_config()
+    params = tiny_params(config, dtype="bfloat16")
+    wide = judge.forward(config, params, [5, 9, 200])
+
+    from pagedjax.kernels import KVLayout, make_pool, plan_ragged
+    from pagedjax.models import forward, logits
+
+    graphdef = make_decoder(config, "bfloat16")
+    pool = make_pool(KVLayout(2, 4, 4, config.num_kv_heads, config.head_dim, "bfloat16"))
+    ragged = plan_ragged(
+        [3],
+        [3],
+        np.array([[1]], np.int32),
+        block_size=4,
+        num_tokens_bucket=4,
+        num_seqs_bucket=1,
+        decode_bucket=0,
+    )
+    tokens, positions = np.int32([5, 9, 200, 0]), np.int32([0, 1, 2, 0])
+
+    @jax.jit
+    def step(params, pool, ragged):
+        hidden, _ = forward(graphdef, params, tokens, positions, pool, ragged)
+        return hidden, logits(graphdef, params, hidden)
+
+    hidden, out = step(params, pool, ragged)
+    assert (hidden.dtype, out.dtype) == ("bfloat16", "float32")
+    # Eight bits of mantissa through two layers.
+    np.testing.assert_allclose(np.asarray(out)[:3], wide, atol=0.05 * np.abs(wide).max(), rtol=0)

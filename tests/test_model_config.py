@@ -1,0 +1,160 @@
+"""Config mapping: what a config.json and GGUF metadata become, and what is refused."""
+
+import json
+
+import pytest
+
+from pagedjax.model_config import ModelConfig, ModelError, RopeScaling
+from pagedjax.testing import tiny_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+GGUF = {
+    "general.architecture": "llama",
+    "llama.block_count": 30,
+    "llama.context_length": 8192,
+    "llama.embedding_length": 576,
+    "llama.feed_forward_length": 1536,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.rope.freq_base": 100000.0,
+    "llama.rope.dimension_count": 64,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": 49152,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def test_smollm2_is_the_same_from_both_formats():
+    config = ModelConfig.from_hf(LLAMA)
+    assert config == ModelConfig.from_gguf(GGUF)
+    assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
+    assert (config.head_dim, config.num_groups, config.rope_theta) == (64, 3, 100000.0)
+    # 2 x 30 layers x 3 heads x 64 x 4 bytes
+    assert config.kv_bytes_per_token(4) == 46080
+
+
+def test_defaults_where_the_file_is_silent():
+    minimal = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")}
+    config = ModelConfig.from_hf(minimal | {"tie_word_embeddings": False, "eos_token_id": [2, 5]})
+    assert (config.num_kv_heads, config.rope_theta, config.tie_embeddings) == (9, 10000.0, False)
+    assert config.eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rope_scaling": None}, None),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeScaling("linear", 4.0, 8192)),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            RopeScaling("llama3", 8.0, 1024),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "rope_theta": 5e5,
+                    "attention_factor": 1.1,
+                }
+            },
+            RopeScaling("yarn", 2.0, 8192, attention_factor=1.1),
+        ),
+    ],
+)
+def test_rope_scaling_spellings(given, expected):
+    config = ModelConfig.from_hf(LLAMA | given)
+    assert config.rope_scaling == expected
+    assert config.rope_theta == (5e5 if "rope_parameters" in given else 1e5)
+
+
+def test_smollm3_leaves_every_fourth_layer_without_positions():
+    config = ModelConfig.from_hf(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
+    assert config.family == "llama"
+    assert [config.uses_rope(layer) for layer in range(8)] == [True, True, True, False] * 2
+    assert ModelConfig.from_hf(
+        LLAMA | {"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1]}
+    ).rope_layers == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba'"),
+        ({"model_type": None}, "model_type=None"),
+        ({"hidden_size": "wide"}, "hidden_size='wide'"),
+        ({"hidden_size": None}, "hidden_size=None"),
+        ({"num_hidden_layers": 0}, "num_layers=0"),
+        ({"num_hidden_layers": 1 << 40}, "num_layers="),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": 2}, "num_kv_heads=2"),
+        ({"head_dim": 63}, "head_dim=63"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"hidden_act": "mish"}, "activation 'mish'"),
+        ({"eos_token_id": ["x"]}, "eos_token_id"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling='longrope'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\]"),
+    ],
+)
+def test_bad_values_are_named_in_one_line(change, names):
+    with pytest.raises(ModelError, match=names) as caught:
+        ModelConfig.from_hf(LLAMA | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"general.architecture": "rwkv"}, "'rwkv'"),
+        ({"llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
+        ({"llama.block_count": True}, "block_count=True"),
+        ({"llama.attention.head_count": [9, 9]}, "head_count"),
+        ({"llama.expert_count": 8}, "expert_count=8"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor=None"),
+    ],
+)
+def test_bad_gguf_metadata_is_named(change, names):
+    with pytest.raises(ModelError, match=names):
+        ModelConfig.from_gguf(GGUF | change)
+
+
+def test_round_trip_through_json():
+    config = tiny_config(
+        windows=(4, None), rope_layers=(True, False), rope_scaling=RopeScaling("yarn", 2.0, original_len=64)
+    )
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ModelError, match="'wheels'"):
+        ModelConfig.from_dict(config.to_dict() | {"wheels": 4})
+
+
+def test_per_layer_patterns_must_fit():
+    with pytest.raises(ModelError, match="windows has 3 entries"):
+        tiny_config(windows=(4, None, 4))
+    with pytest.raises(ModelError, match="own key"):
+        tiny_config(windows=(0, None))

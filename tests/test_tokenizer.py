@@ -1,0 +1,188 @@
+"""Tokenizers: bytes, tokenizer.json, GGUF metadata, and chat templates in their sandbox."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from pagedjax.model_config import ModelError
+from pagedjax.tokenizer import (
+    ByteTokenizer,
+    HFTokenizer,
+    load_tokenizer,
+    read_json,
+    render_chat,
+    tokenizer_from_gguf,
+)
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+CONTROL = ["<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "he ll", "Ġ w", "1 2"]
+TOKENS = [*CONTROL, *ALPHABET, "he", "ll", "hell", "Ġw", "12", "<tool>"]
+GGUF = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.token_type": [3, 3] + [1] * (len(TOKENS) - 3) + [4],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tok = ByteTokenizer()
+    ids = tok.encode(text)
+    assert ids[0] == tok.bos_token_id and max(ids) < tok.vocab_size
+    assert tok.decode([*ids, *tok.eos_token_ids]) == text
+
+
+def test_half_a_character_shows_as_replacement():
+    assert ByteTokenizer().decode([0xC3]) == "\ufffd"
+
+
+GGUF_TOKENIZER = tokenizer_from_gguf(GGUF)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_gguf_round_trip(text):
+    ids = GGUF_TOKENIZER.encode(text, add_special=False)
+    assert GGUF_TOKENIZER.decode(ids, skip_special=False) == text
+
+
+def test_gguf_merges_digits_and_special_tokens():
+    tok = GGUF_TOKENIZER
+    spelled = [TOKENS[i] for i in tok.encode("hello world 12<|im_end|><tool>")]
+    # Digits stand alone, although the vocabulary has a merge of two.
+    assert spelled == ["hell", "o", "Ġw", *"orld", "Ġ", "1", "2", "<|im_end|>", "<tool>"]
+    assert tok.decode(tok.encode("he<|im_end|><tool>")) == "he<tool>"
+    assert (tok.bos_token_id, tok.eos_token_ids, tok.vocab_size) == (0, (1,), len(TOKENS))
+
+
+def test_start_token_only_where_the_file_asks_for_it():
+    assert tokenizer_from_gguf(GGUF).encode("he") == [TOKENS.index("he")]
+    eager = tokenizer_from_gguf(GGUF | {"tokenizer.ggml.add_bos_token": True})
+    assert eager.encode("he") == [0, TOKENS.index("he")]
+    assert eager.encode("he", add_special=False) == [TOKENS.index("he")]
+
+
+def test_every_end_token_counts():
+    assert tokenizer_from_gguf(GGUF | {"tokenizer.ggml.eot_token_id": 0}).eos_token_ids == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"tokenizer.ggml.model": "wordpiece"}, "'wordpiece'"),
+        ({"tokenizer.ggml.tokens": None}, "tokens"),
+        ({"tokenizer.ggml.tokens": ["a", 3]}, "tokens"),
+        ({"tokenizer.ggml.tokens": [*TOKENS[:-1], "he"]}, "twice"),
+        ({"tokenizer.ggml.merges": None}, "merges"),
+        ({"tokenizer.ggml.merges": ["he"]}, "merges"),
+        ({"tokenizer.ggml.merges": ["xy zz"]}, "merges"),
+        ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of'"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type"),
+        ({"tokenizer.ggml.eos_token_id": 10**9}, "eos_token_id=1000000000"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id='x'"),
+    ],
+)
+def test_bad_gguf_tokenizers_are_named(change, names):
+    with pytest.raises(ModelError, match=names):
+        tokenizer_from_gguf(GGUF | change)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rust = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(TOKENS)}, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(CONTROL)
+    rust.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
+    )
+    rust.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "bos_token": "<|im_start|>",
+        "eos_token": {"content": "<|im_end|>", "lstrip": False},
+        "chat_template": "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_folder(folder):
+    tok = load_tokenizer(folder, eos_token_ids=(7,))
+    assert tok.encode("a")[0] == 0 and len(tok.encode("a")) == 2
+    assert tok.encode("a", add_special=False) == tok.encode("a")[1:]
+    assert tok.eos_token_ids == (1, 7)
+    assert tok.apply_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
+
+
+def test_template_file_and_named_templates(folder):
+    (folder / "chat_template.jinja").write_text("file")
+    assert load_tokenizer(folder).apply_chat([]) == "file"
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load_tokenizer(folder).apply_chat([]) == "yes"
+    assert load_tokenizer(folder).eos_token_ids == ()
+
+
+def test_saved_tokenizer_comes_back_equal(tmp_path):
+    before = tokenizer_from_gguf(GGUF | {"tokenizer.ggml.add_bos_token": True})
+    before.save(tmp_path)
+    after = load_tokenizer(tmp_path)
+    text = "hello world 12<|im_end|>"
+    assert after.encode(text) == before.encode(text)
+    assert (after.eos_token_ids, after.chat_template) == (before.eos_token_ids, before.chat_template)
+
+
+def test_bad_files_are_named(folder):
+    with pytest.raises(ModelError, match=r"no such file.*tokenizer\.json"):
+        load_tokenizer(folder / "nowhere")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)
+    for text in ("[1]", "{", "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"):
+        (folder / "bad.json").write_text(text)
+        with pytest.raises(ModelError, match=r"bad\.json"):
+            read_json(folder / "bad.json")
+    with pytest.raises(ModelError, match="over 4 bytes"):
+        read_json(folder / "tokenizer_config.json", limit=4)
+
+
+def test_chat_of_the_gguf_template():
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "he"}]
+    assert GGUF_TOKENIZER.apply_chat(messages) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhe<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert not GGUF_TOKENIZER.apply_chat(messages, add_generation_prompt=False).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for %}",
+        "{{ raise_exception('only users may speak') }}",
+        "{{ messages[0]['nothing']['there'] }}",
+        "{{ range(10**12) | list }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(template):
+    with pytest.raises(ValueError, match="chat template"):
+        render_chat(template, [{"role": "user", "content": "x"}], add_generation_prompt=True)
+
+
+def test_no_template_says_so():
+    tok = HFTokenizer(Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="no chat template"):
+        tok.apply_chat([])

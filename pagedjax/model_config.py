@@ -23,13 +23,15 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" divides every frequency; "llama3" divides the slow ones and blends a band between;
-            "yarn" blends by the number of turns and scales the attention temperature.
+            "yarn" blends by the number of turns and scales the attention temperature; "table" divides each
+            frequency by its own number.
         factor: By how much the length was stretched.
         original_len: Length before stretching, in tokens (llama3, yarn).
         low_freq_factor, high_freq_factor: Edges of llama3's band, in turns over original_len.
         beta_fast, beta_slow: Edges of yarn's band, in turns over original_len.
         attention_factor: Multiplies cos and sin; 0 takes yarn's own formula 0.1 ln(factor) + 1.
         truncate: Round yarn's band edges to whole dimensions.
+        divisors: One per rotated pair (table).
 
     Source:
         Position interpolation: arXiv 2306.15595. YaRN: arXiv 2309.00071, §3.
@@ -44,17 +46,20 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 0.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "yarn"):
+        if self.kind not in ("linear", "llama3", "yarn", "table"):
             raise ModelError(
-                f"rope_scaling={self.kind!r}: must be linear, llama3 or yarn; use a model with one of these"
+                f"rope_scaling={self.kind!r}: must be linear, llama3, yarn or table; use a model with one of these"
             )
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ModelError(
                 f"rope_scaling factor={self.factor}: must be a positive number; check the config"
             )
-        if self.kind != "linear" and self.original_len <= 0:
+        if not all(math.isfinite(d) and d > 0 for d in self.divisors):
+            raise ModelError("rope_scaling divisors: must be positive numbers; download the file again")
+        if self.kind in ("llama3", "yarn") and self.original_len <= 0:
             raise ModelError(
                 f"rope_scaling original length={self.original_len}: {self.kind} needs the length before "
                 "stretching; set original_max_position_embeddings in the config"
@@ -141,6 +146,12 @@ class ModelConfig:
                 raise ModelError(
                     f"{name} has {len(value)} entries: must have one per layer ({self.num_layers}) or none"
                 )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "table" and len(scaling.divisors) != self.head_dim // 2:
+            raise ModelError(
+                f"rope_scaling has {len(scaling.divisors)} divisors: must have one per pair "
+                f"({self.head_dim // 2}); the file belongs to another model"
+            )
         if any(w is not None and w < 1 for w in self.windows):
             raise ModelError(f"windows={self.windows}: a window must hold at least the query's own key")
         if self.activation not in ACTIVATIONS.values():
@@ -193,7 +204,9 @@ class ModelConfig:
             )
         kwargs = dict(values)
         if kwargs.get("rope_scaling"):
-            kwargs["rope_scaling"] = RopeScaling(**kwargs["rope_scaling"])
+            scaling = dict(kwargs["rope_scaling"])
+            scaling["divisors"] = tuple(scaling.get("divisors", ()))
+            kwargs["rope_scaling"] = RopeScaling(**scaling)
         for name in ("eos_token_ids", "windows", "rope_layers"):
             kwargs[name] = tuple(kwargs.get(name, ()))
         try:

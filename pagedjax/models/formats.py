@@ -244,6 +244,8 @@ _ST_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 _ST_OTHER = {"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F8_E4M3", "F8_E5M2"}
 _MAX_ST_HEADER = 16 << 20
 
+STORED = tuple(dict.fromkeys((*QUANTISATIONS, *_ST_BYTES)))
+
 
 class SafetensorsFiles:
     """The tensors of one or several safetensors files.
@@ -266,10 +268,6 @@ class SafetensorsFiles:
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Entries start to stop along the first axis of a tensor, in the stored type."""
         info = self.tensors[name]
-        if info.kind not in _ST_BYTES:
-            raise ModelError(
-                f"{name} is stored as {info.kind}: weights must be {', '.join(_ST_BYTES)}; convert the file"
-            )
         # Opened anew each time: the library maps the file, and pages once touched would stay with us.
         try:
             with safe_open(info.path, "numpy") as file:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.model_config import ModelConfig, ModelError, RopeScaling
 from pagedjax.models.families import leaves_of, names_for
 from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile
 from pagedjax.models.weights import Params, Place, check_tensors, numpy_dtype, read_params
@@ -63,6 +63,9 @@ NAMED_MODELS = {
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+
+
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def default_cache_dir() -> Path:
@@ -132,6 +135,10 @@ def load_gguf(
     config = ModelConfig.from_gguf(file.metadata)
     names = names_for("gguf", config.family)
     config = replace(config, tie_embeddings=f"{names.lm_head}.weight" not in file.tensors)
+    if _ROPE_FACTORS in file.tensors:  # Llama 3.1 and later: its stretching, worked out pair by pair
+        num_pairs = file.tensors[_ROPE_FACTORS].shape[0]
+        divisors = file.rows(_ROPE_FACTORS, 0, min(num_pairs, 4096)).ravel().tolist()
+        config = replace(config, rope_scaling=RopeScaling("table", 1.0, divisors=tuple(divisors)))
     tokenizer = tokenizer_from_gguf(file.metadata)
     params = _read(file, config, "gguf", name, dtype, report, place)
     return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)

@@ -95,6 +95,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     freq = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return freq, 1.0
+    if scaling.kind == "table":
+        return freq / np.asarray(scaling.divisors), 1.0
     if scaling.kind == "linear":
         return freq / scaling.factor, 1.0
     if scaling.kind == "llama3":

@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedjax.model_config import ModelConfig, ModelError
 from pagedjax.models.families import Leaf, Names, Part, leaves_of
-from pagedjax.models.formats import TensorFile
+from pagedjax.models.formats import STORED, TensorFile
 
 Params = dict[str, Any]
 Report = Callable[[int], None]  # told the bytes of each leaf when it is done
@@ -87,6 +87,10 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
         if info is None:
             raise ModelError(
                 f"{name!r} is missing: the config asks for it; the file is incomplete or of another architecture"
+            )
+        if info.kind not in STORED:
+            raise ModelError(
+                f"{name!r} is stored as {info.kind}: weights must be one of {', '.join(STORED)}; convert the file"
             )
         if info.shape != part.shape:
             raise ModelError(

@@ -162,7 +162,7 @@ def judge() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable:
-    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, **metadata)."""
+    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, extra tensors)."""
     return _write_gguf
 
 
@@ -226,7 +226,7 @@ def _interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(w.shape)
 
 
-def _write_gguf(path: Path, config, tensors, kind="F32", **metadata) -> Path:
+def _write_gguf(path: Path, config, tensors, kind="F32", extra=None) -> Path:
     import gguf
 
     c = config
@@ -242,14 +242,14 @@ def _write_gguf(path: Path, config, tensors, kind="F32", **metadata) -> Path:
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     _add_tokenizer(writer, c.vocab_size)
-    for key, value in metadata.items():
-        writer.add_key_value(key.replace("__", "."), *value)
     quant = gguf.GGMLQuantizationType[kind]
     for name, w in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             w = _interleave(w, c.head_dim)
         q = quant if w.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_gguf_name(name), gguf.quants.quantize(w, q), raw_dtype=q)
+    for name, w in (extra or {}).items():
+        writer.add_tensor(name, w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

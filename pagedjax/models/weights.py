@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 
 from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.decoder import abstract_params
 from pagedjax.models.families import Leaf, Names, Part, leaves_of
 from pagedjax.models.formats import STORED, TensorFile
 
 Params = dict[str, Any]
 Report = Callable[[int], None]  # told the bytes of each leaf when it is done
-Place = Callable[[tuple[str, ...], np.ndarray], jax.Array]
+# (path, shape) of a leaf → where it lives; None puts it on the default device.
+ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding]
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _STRIP_BYTES = 4 << 20
@@ -44,7 +48,7 @@ def read_params(
     *,
     dtype: str = "float32",
     report: Report | None = None,
-    place: Place | None = None,
+    sharding: ShardingRule | None = None,
 ) -> Params:
     """Fill the decoder's leaves from a tensor file.
 
@@ -54,7 +58,7 @@ def read_params(
         names: The family's row for this format.
         dtype: Of the result.
         report: Called with the bytes of each finished leaf.
-        place: (path, filled buffer) → array on its device; default the default device.
+        sharding: (path, shape) → sharding; default the default device.
 
     Returns:
         Nested dict of arrays, shaped as `abstract_params(config, dtype)`.
@@ -69,7 +73,8 @@ def read_params(
     for leaf in leaves:
         buffer = _aligned_empty(leaf.shape, kind)
         _fill(buffer, file, leaf)
-        set_leaf(params, leaf.path, place(leaf.path, buffer) if place else jax.device_put(buffer))
+        where = sharding(leaf.path, leaf.shape) if sharding else None
+        set_leaf(params, leaf.path, jax.device_put(buffer, where))
         if report:
             report(buffer.nbytes)
     return params
@@ -104,6 +109,70 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
                 f"{name!r} is not part of this decoder: leaving it out would change the model's answers; "
                 "the architecture or the number of layers differs from the config"
             )
+
+
+# ---- orbax -----------------------------------------------------------------------------------------------
+
+
+def save_params(path: Path, params: Params) -> None:
+    """Write the leaves as an orbax checkpoint; `path` must not exist yet."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params)
+        checkpointer.wait_until_finished()
+
+
+def restore_params(
+    path: Path, config: ModelConfig, *, dtype: str = "float32", sharding: ShardingRule | None = None
+) -> Params:
+    """The leaves of an orbax checkpoint, bitwise as saved where the dtype is the stored one.
+
+    Args:
+        path: What `save_params` wrote.
+        config: The model it must hold.
+        dtype: Of the result; another than the stored one is cast while reading.
+        sharding: (path, shape) → sharding; default the default device.
+
+    Raises:
+        ModelError: It holds another model (named by the first path that differs), or cannot be read.
+    """
+    numpy_dtype(dtype)
+    wanted = dict(flat(abstract_params(config, dtype)))
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            stored = dict(flat(checkpointer.metadata(path.absolute()).item_metadata.tree))
+            _same_tree(path, wanted, stored)
+            target: Params = {}
+            for name, leaf in wanted.items():
+                keys = tuple(name.split("/"))
+                where = sharding(keys, leaf.shape) if sharding else default
+                set_leaf(target, keys, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
+            return checkpointer.restore(path.absolute(), target)
+    except ModelError:
+        raise
+    except Exception as error:  # damaged files surface as almost any type from the storage library
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
+
+
+def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            raise ModelError(
+                f"{path}: {name} is missing: the config asks for it; this is another model's checkpoint"
+            )
+        if name not in wanted:
+            raise ModelError(
+                f"{path}: {name} is not in the config's tree; this is another model's checkpoint"
+            )
+        if tuple(stored[name].shape) != wanted[name].shape:
+            raise ModelError(
+                f"{path}: {name} has shape {tuple(stored[name].shape)}: the config asks for {wanted[name].shape}; "
+                "this is another model's checkpoint"
+            )
+
+
+# ---- trees and buffers -----------------------------------------------------------------------------------
 
 
 def set_leaf(params: Params, path: tuple[str, ...], value: Any) -> None:

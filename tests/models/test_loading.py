@@ -326,14 +326,16 @@ def test_integer_weights_are_refused(tmp_path, hf_tensors):
         load_model(_write_folder(tmp_path / "m", CONFIG, tensors), progress=False)
 
 
-def test_progress_ends_at_the_result_and_a_placer_sees_every_leaf(gguf_path):
-    told, placed = [], []
+def test_progress_ends_at_the_result_and_the_sharding_rule_sees_every_leaf(gguf_path):
+    told, asked = [], {}
+    second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
 
-    def place(path, buffer):
-        placed.append("/".join(path))
-        return jax.device_put(buffer)
+    def rule(path, shape):
+        asked["/".join(path)] = shape
+        return second
 
-    loaded = load_model(gguf_path, progress=lambda *event: told.append(event), place=place)
+    loaded = load_model(gguf_path, progress=lambda *event: told.append(event), sharding=rule)
     size = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
     assert told[-1] == ("read tiny", size, size)
-    assert sorted(placed) == [name for name, _ in flat(loaded.params)]
+    assert asked == {name: leaf.shape for name, leaf in flat(loaded.params)}
+    assert all(x.sharding == second for x in jax.tree.leaves(loaded.params))

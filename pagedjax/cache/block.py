@@ -104,7 +104,9 @@ class BlockPool:
             self._recycle(victims, evicted=True)
             return victims
         # Inner blocks stay until everything below them is gone: the tail below a victim goes instead.
-        out: list[int] = []
+        ready = self.index.leading_leaves(victims)
+        out = victims[:ready]
+        self._recycle(out, evicted=True)
         while len(out) < n:
             leaf = self._leaf(now)
             self._recycle([leaf], evicted=True)
@@ -227,7 +229,7 @@ class BlockPool:
         """Drop all evictable content; returns how many blocks became blank."""
         count = self.num_evictable
         if count:
-            blocks = self.policy.victim(count, float("inf"))
+            blocks = self.policy.evictable()
             leaves = sorted(blocks, key=self.index.depth, reverse=True) if self.index.leaf_only else blocks
             self._recycle(leaves, evicted=False)
             self.blank += blocks[::-1]
@@ -237,7 +239,7 @@ class BlockPool:
         """Raise InvariantError unless the books agree with the references counted from outside."""
         states: dict[int, str] = {}
         held = [b for batch in self._held for b in batch]
-        queue = self.policy.victim(self.num_evictable, 0.0)
+        queue = self.policy.evictable()
         used = [b for b in range(1, self.num_blocks) if self.ref[b]]
         for name, blocks in (("blank", self.blank), ("evictable", queue), ("held", held), ("in use", used)):
             for b in blocks:

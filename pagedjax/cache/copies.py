@@ -8,6 +8,7 @@ import numpy as np
 
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.protocol import NO_COPIES, CopyBatch, CopyPlan, InvariantError
+from pagedjax.cache.tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class PendingCopies:
     given to anyone. A copy whose destination nobody holds any more is cancelled.
     """
 
-    def __init__(self, pools: list[BlockPool]) -> None:
+    def __init__(self, pools: list[BlockPool], tiers: list[HostTier]) -> None:
         self._pools = pools
+        self._tiers = tiers
         self._pending: list[_Copy] = []
 
     def __len__(self) -> int:
@@ -37,6 +39,10 @@ class PendingCopies:
         self._pending.append(_Copy(kind, group, src, dst))
         if kind == "cow":
             self._pools[group].hold(src)
+
+    def fills(self, group: int, blocks: set[int]) -> bool:
+        """Some pending copy has still to fill one of these device blocks."""
+        return any(c.group == group and c.kind != "swap_out" and c.dst in blocks for c in self._pending)
 
     def cancel_unneeded(self) -> None:
         """Drop copies into blocks that nobody holds and no other copy reads."""
@@ -54,6 +60,7 @@ class PendingCopies:
     def take(self, now: float) -> CopyPlan:
         """All pending copies as batches to be run in order, swap-outs first."""
         if not self._pending:
+            self.drop(now)
             return NO_COPIES
         ordered = [c for c in self._pending if c.kind == "swap_out"]
         ordered += [c for c in self._pending if c.kind != "swap_out"]
@@ -83,6 +90,8 @@ class PendingCopies:
         self._pending = []
         for pool in self._pools:
             pool.settle(now)
+        for tier in self._tiers:
+            tier.settle()
 
     def check(self) -> None:
         """Raise InvariantError unless exactly the sources of pending copies are held."""

@@ -38,6 +38,10 @@ class EvictionPolicy(Protocol):
         """Evictable blocks lose their content."""
         ...
 
+    def evictable(self) -> list[int]:
+        """All evictable blocks in any order, for checks; changes nothing."""
+        ...
+
 
 class LRU:
     """Least recently released first; the tail of a sequence before its head.
@@ -89,3 +93,6 @@ class LRU:
 
     def remove(self, blocks: list[int]) -> None:
         self.hit(blocks, blocks)
+
+    def evictable(self) -> list[int]:
+        return self.victim(len(self._next), 0.0)

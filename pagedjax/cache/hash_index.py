@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.hashing import TokenChain, pack_tokens
 from pagedjax.cache.prefix import common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
 
@@ -70,7 +70,7 @@ class HashIndex:
         children = self._children.get(self._parent_key(chain, num_blocks))
         if children is None:
             return 0, 0
-        wanted = np.array(chain.tokens[at : at + max_tokens], dtype="<i4").tobytes()
+        wanted = pack_tokens(chain.tokens[at : at + max_tokens])
         near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
         best = max(near, key=lambda b: common_prefix_tokens(self._content(b), wanted))
         shared = common_prefix_tokens(self._content(best), wanted)
@@ -88,8 +88,8 @@ class HashIndex:
     def copies(self, key: bytes) -> int:
         return (key in self._block_of) + len(self._twins.get(key, ()))
 
-    def _content(self, block: int) -> bytearray:
-        return self._tokens[block * self._size : (block + 1) * self._size]
+    def _content(self, block: int) -> bytes:
+        return bytes(self._tokens[block * self._size : (block + 1) * self._size])
 
     def _neighbours(self, children: list[int], wanted: bytes) -> list[int]:
         """Of children sorted by tokens, those between which `wanted` falls: one shares most with it."""
@@ -191,16 +191,21 @@ class HashIndex:
             else:
                 del block_of[key]
             parent = parent_of[b]
-            if parent is None:
-                continue
-            parent_of[b] = None
-            if children[parent] == b:
+            if parent is not None and children[parent] == b and b not in firsts:
                 del children[parent]
+                parent_of[b] = None
             else:
-                self._drop_child(parent, b)
-            if b in firsts:
-                firsts.remove(b)
-                self._drop_child(_ANYWHERE, b)
+                self._forget_child(b)
+
+    def _forget_child(self, block: int) -> None:
+        parent = self._parent[block]
+        if parent is None:
+            return
+        self._drop_child(parent, block)
+        self._parent[block] = None
+        if block in self._firsts:
+            self._firsts.remove(block)
+            self._drop_child(_ANYWHERE, block)
 
     def _forget_copy(self, key: bytes, block: int) -> None:
         others = self._twins[key]
@@ -210,6 +215,9 @@ class HashIndex:
             others.remove(block)
         if not others:
             del self._twins[key]
+
+    def leading_leaves(self, blocks: list[int]) -> int:
+        return len(blocks)
 
     def leaf_below(self, block: int) -> int:
         return block

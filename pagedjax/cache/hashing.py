@@ -272,12 +272,13 @@ def _make_xxh3() -> CanonicalHash:
         ) from None
 
 
+_SHA256 = CanonicalHash("sha256", _sha256)
+
 HASHES: dict[str, Callable[[], HashScheme]] = {
     "sha256": lambda: _SHA256,
     "sha256_cbor": CborHash,
     "xxh3_128": _make_xxh3,
 }
-_SHA256 = CanonicalHash("sha256", _sha256)
 
 
 def hash_scheme(hash: str | HashScheme) -> HashScheme:

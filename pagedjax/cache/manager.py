@@ -10,6 +10,7 @@ import numpy as np
 
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.copies import PendingCopies
+from pagedjax.cache.events import EventLog, Resident
 from pagedjax.cache.eviction import EvictionPolicy
 from pagedjax.cache.groups import Group, KVGroup, common_hit
 from pagedjax.cache.hashing import TokenChain
@@ -26,6 +27,8 @@ from pagedjax.cache.protocol import (
 )
 from pagedjax.cache.registry import make_index
 from pagedjax.cache.stats import CacheStats
+from pagedjax.cache.tier import HostTier, SwapEntry
+from pagedjax.cache.verified_index import VerifiedHashIndex
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +60,14 @@ class _Seq:
     copies: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Swapped:
+    """A sequence on the host: its state without tables, and what became of each block."""
+
+    state: _Seq
+    entries: list[list[SwapEntry]]
+
+
 class PagedManager:
     """Blocks on demand, shared by prefix, copied on first write.
 
@@ -75,10 +86,15 @@ class PagedManager:
         block_size: Tokens per block.
         index: "hash", "radix", "table", or a factory (num_blocks, block_size) -> PrefixIndex.
         policy: Name in `POLICIES`, or a factory num_blocks -> EvictionPolicy.
+        verify_tokens: Compare tokens, not digests alone, before a block is shared: for hashes that are not
+            collision-proof. The hash index is replaced by one that does; a radix index does anyway.
         dedup: When a block turns out to be resident already, use the first copy and free the new one.
         partial: Least gain, in tokens, for which a part of a block is copied from a cached one; 0: never.
         groups: KV groups; None is one full-attention group.
         prefix_caching: Off: nothing is shared but forks.
+        host_blocks: Host blocks per group: what is evicted moves there and comes back on a hit, and
+            `swap_out` puts sequences there. 0: neither.
+        events: Where changes of what is resident are logged.
     """
 
     def __init__(
@@ -92,7 +108,12 @@ class PagedManager:
         partial: int = 0,
         groups: Sequence[KVGroup] | None = None,
         prefix_caching: bool = True,
+        host_blocks: int = 0,
+        events: EventLog | None = None,
+        verify_tokens: bool = False,
     ) -> None:
+        if verify_tokens and index == "hash":
+            index = VerifiedHashIndex
         if not (1 <= block_size <= 1024 and block_size & (block_size - 1) == 0):
             raise ValueError(
                 f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32"
@@ -111,12 +132,16 @@ class PagedManager:
         self._seqs: dict[int, _Seq] = {}
         self._pins: dict[tuple, list[list[int]]] = {}
         self._filling: dict[bytes, int] = {}  # digest -> running sequences that are computing it
+        self._swapped: dict[int, _Swapped] = {}
+        self.events = events
         self._groups = [
             self._make_group(i, group, index if prefix_caching else "table", policy)
             for i, group in enumerate(groups or [KVGroup()])
         ]
         self._pools = [group.pool for group in self._groups]
-        self._copies = PendingCopies(self._pools)
+        self._tiers = [self._make_tier(i, host_blocks) for i in range(len(self._groups))]
+        self._copies = PendingCopies(self._pools, self._tiers)
+        self._host_blocks = host_blocks
         self._one = self._groups[0] if len(self._groups) == 1 and self._groups[0].window is None else None
 
     def _make_group(self, number: int, spec: KVGroup, index: Any, policy: Any) -> Group:
@@ -129,6 +154,16 @@ class PagedManager:
         group = Group(number, spec.window, pool, built, self.block_size)
         pool.on_evict = lambda blocks, keys: self._on_evict(group, blocks, keys)
         return group
+
+    def _make_tier(self, number: int, num_blocks: int) -> HostTier:
+        events = self.events
+        if events is None:
+            return HostTier(num_blocks)
+        return HostTier(
+            num_blocks,
+            lambda key, slot: events.stored(self.now, number, "host", [key], [slot]),
+            lambda key, slot: events.removed(self.now, number, "host", [key], [slot]),
+        )
 
     # -------------------------------------------------------------- sizes
 
@@ -169,7 +204,7 @@ class PagedManager:
         if hints.max_hit_tokens is not None:
             limit = min(limit, hints.max_hit_tokens)
         state = _Seq(chain, hints, [[] for _ in self._groups], recorded=True)
-        state.seen = sum([pool.num_recycled for pool in self._pools])
+        state.seen = self._num_changes()
         if not self.prefix_caching:
             state.hit = Hit(0, MissReason.DISABLED, 0)
         elif not hints.cache_read:
@@ -196,6 +231,8 @@ class PagedManager:
         full = tokens // self.block_size
         state.computed = tokens
         state.indexed = full
+        if self._host_blocks:  # what comes from the host has to be indexed again
+            state.indexed = min([_leading(table) for table in state.tables])
         if not self._groups[0].index.indexes:  # a table index matches to the token
             reason = MissReason.LAST_TOKEN if tokens == limit < len(chain) else MissReason.NO_MATCH
             return Hit(tokens, reason, tokens)
@@ -211,15 +248,37 @@ class PagedManager:
             return [[] for _ in self._groups], 0
         if self._one is not None:
             blocks, tokens = self._one.index.lookup(chain, limit)
+            tier = self._tiers[0]
+            if len(tier) and tokens + self.block_size <= limit:
+                self._match_tier(chain, blocks, limit // self.block_size)
+                tokens = len(blocks) * self.block_size
             return [blocks], tokens
         count = limit // self.block_size
         resident = [group.index.resident(chain, count) for group in self._groups]
+        for tier, blocks in zip(self._tiers, resident):
+            if len(tier):
+                digests = chain.digests(count)
+                blocks[:] = [b or -1 - tier.find(digests[i]) for i, b in enumerate(blocks)]
         count = common_hit(self._groups, resident, count)
         tables = []
         for group, blocks in zip(self._groups, resident):
             skip = group.first_needed(count * self.block_size)
             tables.append([0] * min(skip, count) + blocks[skip:count])
         return tables, count * self.block_size
+
+    def _match_tier(self, chain: TokenChain, blocks: list[int], count: int) -> None:
+        """Go on with what the host has: host slot h is written -1 - h until it is brought in."""
+        digests, tier = chain.digests(count), self._tiers[0]
+        resident: list[int] = []
+        for i in range(len(blocks), count):
+            slot = tier.find(digests[i])
+            if slot >= 0:
+                blocks.append(-1 - slot)
+                continue
+            resident = resident or self._groups[0].index.resident(chain, count)
+            if not resident[i]:
+                break
+            blocks.append(resident[i])
 
     def _match_below(
         self, chain: TokenChain, tables: list[list[int]], tokens: int, limit: int
@@ -288,6 +347,8 @@ class PagedManager:
             if writes_from < len(table):
                 copies = self._unwritable(state, pool, table, writes_from, want)
             need = max(want - len(table), 0) + len(copies)
+            if state.recorded and self._host_blocks:
+                need += sum([b < 0 for b in table])
             if need > pool.num_free - (self._num_waiting(state, group) if state.recorded else 0):
                 return False
             shared.append(copies)
@@ -312,35 +373,56 @@ class PagedManager:
 
     def _num_waiting(self, state: _Seq, group: Group) -> int:
         """Evictable blocks that admitting the sequence consumes beside its new ones."""
-        hits = [b for b in state.tables[group.id] if b]
+        hits = [b for b in state.tables[group.id] if b > 0]
         if state.partial:
             hits.append(state.partial[group.id][0])
         return group.pool.num_idle(hits)
 
     def _adopt(self, seq: int, state: _Seq) -> bool:
         """Take the recorded hits; False: some have gone since `begin`."""
-        if state.seen != sum([pool.num_recycled for pool in self._pools]) and not self._still_there(state):
+        if state.seen != self._num_changes() and not self._still_there(state):
             return False
         hints, now = state.hints, self.now
         for group, table in zip(self._groups, state.tables):
-            if group.window is None:
-                if table:
-                    group.pool.touch(table, 0, hints, now)
-            else:
+            if group.window is not None:
                 self._adopt_window(group, state, table)
+            elif self._host_blocks:
+                group.pool.touch([b for b in table if b > 0], 0, hints, now)
+            elif table:
+                group.pool.touch(table, 0, hints, now)
         state.recorded = False
+        if self._host_blocks:
+            self._bring_in(state)
         self._count_admission(state)
         self._set_frontier(state)
         return True
 
     def _adopt_window(self, group: Group, state: _Seq, table: list[int]) -> None:
         """Touch what the window needs; what is resident behind it counts as used, too."""
-        kept = [b for b in table if b]
-        skip = len(table) - len(kept)
-        group.pool.touch(kept, skip, state.hints, self.now)
+        skip = table.count(0)
+        group.pool.touch([b for b in table if b > 0], skip, state.hints, self.now)
         behind = [b for b in group.index.resident(state.chain, skip) if b]
         group.pool.touch(behind, 0, state.hints, self.now)
         group.pool.free(behind, self.now)
+
+    def _num_changes(self) -> int:
+        """Grows with every content that leaves: unchanged, no recorded hit is stale."""
+        return sum([pool.num_recycled for pool in self._pools]) + sum([t.version for t in self._tiers])
+
+    def _bring_in(self, state: _Seq) -> None:
+        """Blocks that were found on the host get device blocks; their copies run before the step."""
+        found: list[tuple[Group, HostTier, int, int]] = []
+        for group, tier, table in zip(self._groups, self._tiers, state.tables):
+            for i, entry in enumerate(table):
+                if entry < 0:  # hold all slots before any block is taken: taking may evict to the host
+                    found.append((group, tier, i, tier.read(state.chain.digest(i))))
+        for group, _, i, slot in found:
+            (b,) = group.pool.take(1, self.now)
+            state.tables[group.id][i] = b
+            self._copies.add("swap_in", group.id, slot, b)
+        self.stats.blocks_taken += len(found)
+        self.stats.swapped_in_blocks += len(found)
+        self.stats.host_hit_tokens += len({i for _, _, i, _ in found}) * self.block_size
 
     def _still_there(self, state: _Seq) -> bool:
         """The recorded blocks still hold what `begin` found."""
@@ -432,7 +514,6 @@ class PagedManager:
         table, index = state.tables[group.id], group.index
         if not index.indexes:
             return
-        first = max(first, group.first_needed(state.computed)) if group.window is not None else first
         while first < full and not table[first]:
             first += 1
         blocks = table[first:full]
@@ -465,7 +546,7 @@ class PagedManager:
                     group.pool.policy.insert([own], [digest], first + i, state.hints, self.now)
                     self._on_stored(group, state, first + i, [own], [digest])
                     self.stats.blocks_indexed += 1
-            elif self.dedup:
+            elif self.dedup and canonical > 0:
                 self._replace_everywhere(group, first + i, own, canonical)
 
     def _replace_everywhere(self, group: Group, position: int, own: int, canonical: int) -> None:
@@ -542,6 +623,10 @@ class PagedManager:
 
         Its pending copies are cancelled where nobody else needs them.
         """
+        swapped = self._swapped.pop(seq, None)
+        if swapped is not None:
+            for tier, entries in zip(self._tiers, swapped.entries):
+                tier.give_back([e.slot for e in entries if e.slot >= 0], read=False)
         state = self._seqs.pop(seq, None)
         if state is None or state.recorded:
             return
@@ -568,6 +653,99 @@ class PagedManager:
         state.computed = min(state.computed, num_tokens)
         state.indexed = min(state.indexed, num_tokens // self.block_size)
         self._set_frontier(state)
+
+    # --------------------------------------------------------------- swap
+
+    def swap_out(self, seq: int) -> bool:
+        """Move a sequence to the host, or change nothing.
+
+        Blocks that only this sequence holds are copied to the host; of shared ones it drops its reference
+        and keeps the digest. Slots reserved but not written yet are given up.
+
+        Returns:
+            False: the host has no room, a pending copy has still to fill one of the blocks, or the
+            sequence holds none. Preempt by recomputation then.
+        """
+        state = self._seqs.get(seq)
+        if state is None or state.recorded:
+            return False
+        count = self.num_blocks_for(state.computed)
+        tables = [table[:count] for table in state.tables]
+        lone = [
+            [b for b in table if b and group.pool.ref[b] == 1] for group, table in zip(self._groups, tables)
+        ]
+        if any(len(own) > tier.num_available for own, tier in zip(lone, self._tiers)):
+            return False
+        if any(self._copies.fills(group.id, set(t)) for group, t in zip(self._groups, tables)):
+            return False
+        entries = []
+        for group, tier, table, own in zip(self._groups, self._tiers, tables, lone):
+            slots = dict(zip(own, tier.take_private(len(own))))
+            for b, slot in slots.items():
+                self._copies.add("swap_out", group.id, b, slot)
+            keys = group.pool.keys
+            entries.append([SwapEntry(keys[b], slots.get(b, -1), null=not b) for b in table])
+            self.stats.swapped_out_blocks += len(own)
+        self.release(seq)
+        state.tables = [[] for _ in self._groups]
+        self._swapped[seq] = _Swapped(state, entries)
+        return True
+
+    def swap_in(self, seq: int) -> bool:
+        """Bring a swapped sequence back, or change nothing; `num_computed` says how much came back.
+
+        Blocks the device still has are shared again, others are copied from the host. Where a block it
+        shared has been evicted, what comes after it has to be recomputed.
+
+        Returns:
+            False: no room on the device, or the sequence is not swapped out.
+        """
+        swapped = self._swapped.get(seq)
+        if swapped is None:
+            return False
+        state = swapped.state
+        found = [self._find_entries(g, state, e) for g, e in zip(self._groups, swapped.entries)]
+        count = min(len(blocks) for blocks in found)
+        for group, blocks in zip(self._groups, found):
+            idle = group.pool.num_idle([b for b in blocks[:count] if b > 0])
+            if sum([b < 0 for b in blocks[:count]]) > group.pool.num_free - idle:
+                return False
+        del self._swapped[seq]
+        for group, blocks in zip(self._groups, found):
+            group.pool.touch([b for b in blocks[:count] if b > 0], 0, state.hints, self.now)
+        for group, tier, entries, blocks in zip(self._groups, self._tiers, swapped.entries, found):
+            table = blocks[:count]
+            for i, entry in enumerate(table):
+                if entry < 0:
+                    (table[i],) = group.pool.take(1, self.now)
+                    self._copies.add("swap_in", group.id, -1 - entry, table[i])
+                    self.stats.swapped_in_blocks += 1
+                    self.stats.blocks_taken += 1
+            state.tables[group.id] = table
+            tier.give_back([e.slot for e in entries if e.slot >= 0], read=True)
+        state.computed = min(state.computed, count * self.block_size)
+        state.indexed = min(state.indexed, min([_leading(blocks) for blocks in found]))
+        self._seqs[seq] = state
+        self._set_frontier(state)
+        return True
+
+    def _find_entries(self, group: Group, state: _Seq, entries: list[SwapEntry]) -> list[int]:
+        """Where a swapped sequence's blocks are now, up to the first that is nowhere.
+
+        A device block is its id, a host slot h is -1 - h, a null entry is 0.
+        """
+        full = min(len(entries), state.chain.num_full_blocks) if self.prefix_caching else 0
+        resident = group.index.resident(state.chain, full) if group.index.indexes else []
+        out = []
+        for i, entry in enumerate(entries):
+            here = resident[i] if i < len(resident) and entry.key is not None else 0
+            if entry.null or here:
+                out.append(here if not entry.null else 0)
+            elif entry.slot >= 0:
+                out.append(-1 - entry.slot)
+            else:
+                break
+        return out
 
     def _get(self, seq: int) -> _Seq:
         state = self._seqs.get(seq)
@@ -671,7 +849,6 @@ class PagedManager:
         count = min(num_blocks, pool.num_evictable)
         if count > 0:
             pool.blank += pool.evict(count, self.now)[::-1]
-            self.stats.evictions = sum(p.num_evictions for p in self._pools)
         return max(count, 0)
 
     def reset(self, mode: str = "strict") -> ResetReport:
@@ -686,15 +863,17 @@ class PagedManager:
         """
         if mode not in ("strict", "preempt"):
             raise ValueError(f"mode={mode}: must be strict or preempt")
-        holders = [seq for seq, state in self._seqs.items() if not state.recorded]
+        holders = [seq for seq, state in self._seqs.items() if not state.recorded] + list(self._swapped)
         if mode == "strict" and (holders or self._pins):
             return ResetReport(False, blocked_by=len(holders) + len(self._pins))
-        for seq in list(self._seqs):
+        for seq in [*self._seqs, *self._swapped]:
             self.release(seq)
         for extra, tokens in list(self._pins):
             self.unpin(TokenChain(tokens, block_size=self.block_size, extra=extra))
         self._copies.drop(self.now)
-        cleared = sum(pool.clear() for pool in self._pools)
+        cleared = sum(pool.clear() for pool in self._pools) + sum(tier.clear() for tier in self._tiers)
+        if self.events is not None:
+            self.events.cleared(self.now)
         for group in self._groups:
             group.evicted.clear()
         return ResetReport(True, cleared, tuple(holders))
@@ -704,11 +883,22 @@ class PagedManager:
     def _on_evict(self, group: Group, blocks: list[int], keys: list[bytes]) -> None:
         self.stats.evictions += len(blocks)
         group.evicted.add(keys)
+        if self.events is not None:
+            self.events.removed(self.now, group.id, "device", keys, blocks)
+        if self._host_blocks:
+            tier = self._tiers[group.id]
+            for b, key in zip(blocks, keys):
+                slot = tier.store(key) if group.index.copies(key) == 1 else -1
+                if slot >= 0:
+                    self._copies.add("swap_out", group.id, b, slot)
+                    self.stats.swapped_out_blocks += 1
 
     def _on_stored(
         self, group: Group, state: _Seq, first: int, blocks: list[int], digests: list[bytes]
     ) -> None:
-        pass
+        if self.events is not None:
+            parent = state.chain.digest(first - 1) if first else None
+            self.events.stored(self.now, group.id, "device", digests, blocks, parent)
 
     # --------------------------------------------------------------- check
 
@@ -729,6 +919,16 @@ class PagedManager:
         tables = {seq: [list(t) for t in state.tables] for seq, state in self._seqs.items()}
         return {"groups": groups, "tables": tables, "stats": self.stats.snapshot()}
 
+    def resident(self) -> Resident:
+        """Copies of each content: (group, "device" or "host", digest) to how many."""
+        out: Resident = {}
+        for group, tier in zip(self._groups, self._tiers):
+            for key in group.pool.keys:
+                if key is not None:
+                    out[group.id, "device", key] = out.get((group.id, "device", key), 0) + 1
+            out |= {(group.id, "host", key): 1 for key in tier.contents()}
+        return out
+
     def check_invariants(self) -> None:
         """Raise `InvariantError` where the books contradict themselves."""
         for group in self._groups:
@@ -746,3 +946,12 @@ class PagedManager:
             if not state.recorded and state.computed > slots:
                 raise InvariantError(f"sequence {seq}: {state.computed} tokens computed in {slots} slots")
         self._copies.check()
+        for tier in self._tiers:
+            tier.check()
+        if self.events is not None and self.events.resident != self.resident():
+            raise InvariantError("the event log's resident set is not the manager's")
+
+
+def _leading(table: list[int]) -> int:
+    """Entries before the first that is still on the host."""
+    return next((i for i, b in enumerate(table) if b < 0), len(table))

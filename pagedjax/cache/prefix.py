@@ -67,6 +67,10 @@ class PrefixIndex(Protocol):
         """Resident copies of a content."""
         ...
 
+    def leading_leaves(self, blocks: list[int]) -> int:
+        """How many of the blocks, in this order, may go because nothing registered continues them then."""
+        ...
+
     def leaf_below(self, block: int) -> int:
         """The block itself if nothing registered continues it, else a tail of what does."""
         ...
@@ -151,6 +155,9 @@ class TableIndex:
 
     def copies(self, key: bytes) -> int:
         return 0
+
+    def leading_leaves(self, blocks: list[int]) -> int:
+        return len(blocks)
 
     def leaf_below(self, block: int) -> int:
         return block

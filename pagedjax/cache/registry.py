@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from pagedjax.cache.hash_index import HashIndex
 from pagedjax.cache.prefix import PrefixIndex, TableIndex
+from pagedjax.cache.radix_index import RadixIndex
 
 INDEXES: dict[str, Callable[[int, int], PrefixIndex]] = {
     "hash": HashIndex,
+    "radix": RadixIndex,
     "table": lambda num_blocks, block_size: TableIndex(),
 }
 

@@ -153,6 +153,8 @@ class BlockPool:
         idle = [b for b in blocks if not ref[b]]
         for b in blocks:
             ref[b] += 1
+        if not self.index.indexes:
+            return
         self.num_evictable -= len(idle)
         self.policy.hit(blocks, idle, first, hints, now)
 

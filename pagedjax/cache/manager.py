@@ -242,21 +242,24 @@ class PagedManager:
             state.computed += gain
         return Hit(tokens + gain, self._reason(chain, full, gain, below, limit), tokens + below)
 
-    def _match(self, chain: TokenChain, limit: int) -> tuple[list[list[int]], int]:
-        """Resident blocks per group, and how many tokens of at most `limit` they hold."""
+    def _match(self, chain: TokenChain, limit: int, *, host: bool = True) -> tuple[list[list[int]], int]:
+        """Resident blocks per group, and how many tokens of at most `limit` they hold.
+
+        With `host`, host slot h counts as resident and is written -1 - h until it is brought in.
+        """
         if limit <= 0:
             return [[] for _ in self._groups], 0
         if self._one is not None:
             blocks, tokens = self._one.index.lookup(chain, limit)
             tier = self._tiers[0]
-            if len(tier) and tokens + self.block_size <= limit:
+            if host and len(tier) and tokens + self.block_size <= limit:
                 self._match_tier(chain, blocks, limit // self.block_size)
                 tokens = len(blocks) * self.block_size
             return [blocks], tokens
         count = limit // self.block_size
         resident = [group.index.resident(chain, count) for group in self._groups]
         for tier, blocks in zip(self._tiers, resident):
-            if len(tier):
+            if host and len(tier):
                 digests = chain.digests(count)
                 blocks[:] = [b or -1 - tier.find(digests[i]) for i, b in enumerate(blocks)]
         count = common_hit(self._groups, resident, count)
@@ -267,7 +270,7 @@ class PagedManager:
         return tables, count * self.block_size
 
     def _match_tier(self, chain: TokenChain, blocks: list[int], count: int) -> None:
-        """Go on with what the host has: host slot h is written -1 - h until it is brought in."""
+        """Go on with what the host has."""
         digests, tier = chain.digests(count), self._tiers[0]
         resident: list[int] = []
         for i in range(len(blocks), count):
@@ -291,6 +294,8 @@ class PagedManager:
         gain = min(below, limit - tokens)
         if not self.partial or gain < self.partial:
             return 0, [], below
+        if self._host_blocks and min([_leading(table) for table in tables]) < full:
+            return 0, [], below  # what follows a block from the host need not be reachable on the device
         # The source must stay while it is copied: leave it a block outside the sequence's own.
         if self.num_blocks_for(len(chain)) >= self.num_usable:
             return 0, [], below
@@ -646,6 +651,12 @@ class PagedManager:
             raise ValueError(f"num_tokens={num_tokens}: must lie within the sequence's reserved blocks")
         keep = self.num_blocks_for(num_tokens)
         for group, table in zip(self._groups, state.tables):
+            if 0 in table[group.first_needed(num_tokens) : keep]:
+                raise ValueError(
+                    f"num_tokens={num_tokens}: blocks it needs have left the window of {group.window}; "
+                    "release the sequence and begin it again"
+                )
+        for group, table in zip(self._groups, state.tables):
             gone = [b for b in table[keep:] if b]
             del table[keep:]
             group.pool.free(gone, self.now)
@@ -706,6 +717,11 @@ class PagedManager:
         state = swapped.state
         found = [self._find_entries(g, state, e) for g, e in zip(self._groups, swapped.entries)]
         count = min(len(blocks) for blocks in found)
+        if count < len(swapped.entries[0]):
+            count = common_hit(self._groups, found, count)
+            for group, blocks in zip(self._groups, found):
+                behind = min(group.first_needed(count * self.block_size), count)
+                blocks[:behind] = [0] * behind
         for group, blocks in zip(self._groups, found):
             idle = group.pool.num_idle([b for b in blocks[:count] if b > 0])
             if sum([b < 0 for b in blocks[:count]]) > group.pool.num_free - idle:
@@ -802,7 +818,7 @@ class PagedManager:
         if key in self._pins or not self.prefix_caching:
             return 0
         if self._groups[0].index.indexes:
-            tables, tokens = self._match(chain, len(chain))
+            tables, tokens = self._match(chain, len(chain), host=False)
         else:
             tables, tokens = self._computed_by_someone(chain)
         if not tokens:

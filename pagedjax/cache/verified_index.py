@@ -102,6 +102,7 @@ class VerifiedHashIndex(HashIndex):
         digests = chain.digests(end)
         self._keep_tokens(chain, first, blocks)
         known, twins = list(blocks), 0
+        fresh = not any(self._name[b] for b in blocks)
         name = 0
         for i in range(end):
             parent, name = name, self._intern(name, self._payload(chain, i))
@@ -122,7 +123,7 @@ class VerifiedHashIndex(HashIndex):
                 key = parent.to_bytes(8, "little") if i else super()._parent_key(chain, 0)
                 self._adopt([key], [b], is_first=i == 0)
         self._collect(chain, end)
-        return (blocks, twins) if known == blocks else (known, twins)
+        return (blocks, twins) if fresh and known == blocks else (known, twins)
 
     def _collect(self, chain: TokenChain, count: int) -> None:
         """Contents that were interned on the way and that nothing refers to go again."""

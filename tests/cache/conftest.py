@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
+from pagedjax.cache.events import EventLog, replay
 
 
 class Drive:
@@ -79,3 +80,297 @@ def tokens():
     """Disjoint runs of tokens: `tokens.new(n)` never repeats a token."""
     count = itertools.count(1000)
     return SimpleNamespace(new=lambda n: list(itertools.islice(count, n)))
+
+
+class World:
+    """A manager beside the memory it manages, simulated slot by slot; the naive model of the cache.
+
+    A slot holds the whole prefix whose KV it stands for, so any block that is shared, copied, evicted,
+    swapped or reused wrongly shows as a wrong prefix. What a prompt may hit is recomputed by brute force
+    from what is resident.
+    """
+
+    WINDOW = 6
+
+    def __init__(self, usable=11, block_size=2, host_blocks=0, groups=None, **options):
+        self.events = EventLog()
+        self.size = block_size
+        self.windows = [g.window for g in groups] if groups else [None]
+        self.options = options
+        self.m = PagedManager(
+            num_blocks=usable + 1,
+            block_size=block_size,
+            host_blocks=host_blocks,
+            groups=groups,
+            events=self.events,
+            **options,
+        )
+        self.memory = [{} for _ in self.windows]
+        self.host = [{} for _ in self.windows]
+        self.chains = {}
+        self.computed = {}
+        self.swapped = set()
+        self.pinned = []
+        self.ids = 0
+        self.now = 0.0
+        self.log = []
+
+    # The operations: `choose(n)` gives an int below n.
+
+    def act(self, choose):
+        live = [s for s in self.chains if s not in self.swapped]
+        names = ["admit"] * 4 + ["step"] * 5 + ["release"] * 2
+        names += ["fork", "swap_out", "swap_in", "pin", "unpin", "reset", "truncate", "evict", "peek"]
+        name = names[choose(len(names))]
+        self.log.append(name)
+        self.now += 1.0
+        if name == "admit":
+            self.admit(choose)
+        elif name == "step" and live:
+            self.step([s for s in live if choose(3)], choose)
+        elif name == "release" and self.chains:
+            self.release(list(self.chains)[choose(len(self.chains))])
+        elif name == "fork" and live:
+            self.fork(live[choose(len(live))])
+        elif name == "swap_out" and live:
+            self.swap_out(live[choose(len(live))])
+        elif name == "swap_in" and self.swapped:
+            self.swap_in(sorted(self.swapped)[choose(len(self.swapped))])
+        elif name in ("pin", "unpin", "reset", "evict", "peek"):
+            getattr(self, name)(choose)
+        elif name == "truncate" and live:
+            self.truncate(live[choose(len(live))], choose)
+        self.check()
+
+    def draw_chain(self, choose):
+        salt = (None, None, "s")[choose(3)]
+        length = 1 + choose(4 * self.size + 3)
+        stem = [choose(2) for _ in range(3)]
+        tokens = [(stem[min(i // self.size, 2)] if i < 3 * self.size else choose(2)) for i in range(length)]
+        return TokenChain(tokens, block_size=self.size, extra=ExtraKeys(salt=salt))
+
+    def admit(self, choose):
+        chain = self.draw_chain(choose)
+        hints = Hints(
+            cache_read=choose(8) > 0, cache_write=choose(8) > 0, priority=choose(3), resumed=choose(4) == 0
+        )
+        seq, self.ids = self.ids, self.ids + 1
+        peeked = self.m.peek(chain)
+        best = self.best_hit(chain)
+        hit = self.m.begin(seq, chain, hints)
+        if hints.cache_read:
+            assert hit.num_tokens == peeked == best, (hit, peeked, best)
+        else:
+            assert hit.num_tokens == 0
+        before = self.m.snapshot()
+        want = 1 + choose(len(chain) - hit.num_tokens)
+        if self.m.reserve(seq, want):
+            self.chains[seq], self.computed[seq] = chain, hit.num_tokens
+            self.run([(seq, want)])
+        else:
+            assert self.m.snapshot() == before
+            self.m.release(seq)
+
+    def step(self, seqs, choose):
+        rows = []
+        for seq in seqs:
+            chain = self.chains[seq]
+            if len(chain) == self.computed[seq]:
+                chain.append(choose(2))
+            want = 1 + choose(len(chain) - self.computed[seq])
+            before = self.m.snapshot()
+            if self.m.reserve(seq, want, lookahead=choose(2)):
+                rows.append((seq, want))
+                self.m.check_invariants()
+            else:
+                assert self.m.snapshot() == before
+        self.run(rows)
+
+    def run(self, rows):
+        """The device step: copies in order, then the writes, then commit."""
+        self.copy(self.m.take_copies())
+        for seq, want in rows:
+            chain = self.chains[seq]
+            for g, memory in enumerate(self.memory):
+                table = self.m.table(seq, g)
+                for p in range(self.computed[seq], self.computed[seq] + want):
+                    block = table[p // self.size]
+                    self.assert_writable(seq, g, block)
+                    memory[block, p % self.size] = self.prefix(chain, p)
+        for seq, want in rows:
+            self.computed[seq] += want
+            self.m.commit(seq, self.computed[seq], self.now)
+            self.m.check_invariants()
+
+    def assert_writable(self, seq, g, block):
+        """The red line, judged from the outside: nobody else's table, pin or index entry names the block."""
+        assert block != 0
+        holders = [s for s in self.chains if s not in self.swapped and block in self.m.table(s, g)]
+        assert holders == [seq], (block, holders)
+        assert self.m._pools[g].keys[block] is None
+        assert all(block not in tables[g] for tables in self.m._pins.values())
+
+    def copy(self, plan):
+        for batch in plan.batches:
+            src, dst = batch.src.tolist(), batch.dst.tolist()
+            assert len(set(dst)) == len(dst)
+            if batch.kind == "cow":
+                assert not set(src) & set(dst)
+            memory, host = self.memory[batch.group], self.host[batch.group]
+            source = host if batch.kind == "swap_in" else memory
+            target = host if batch.kind == "swap_out" else memory
+            read = [[source.get((b, i)) for i in range(self.size)] for b in src]
+            for b, values in zip(dst, read):
+                for i, value in enumerate(values):
+                    target[b, i] = value
+
+    @staticmethod
+    def prefix(chain, p):
+        return (chain.extra.salt, *chain.tokens[: p + 1])
+
+    def release(self, seq):
+        for _ in range(2):
+            self.m.release(seq)
+        del self.chains[seq], self.computed[seq]
+        self.swapped.discard(seq)
+
+    def fork(self, seq):
+        child, self.ids = self.ids, self.ids + 1
+        self.chains[child] = self.chains[seq].fork()
+        self.m.fork(seq, child, self.chains[child])
+        self.computed[child] = self.computed[seq]
+
+    def swap_out(self, seq):
+        before = self.m.snapshot()
+        if self.m.swap_out(seq):
+            self.swapped.add(seq)
+        else:
+            assert self.m.snapshot() == before
+
+    def swap_in(self, seq):
+        before = self.m.snapshot()
+        if self.m.swap_in(seq):
+            self.swapped.discard(seq)
+            assert self.m.num_computed(seq) <= self.computed[seq]
+            self.computed[seq] = self.m.num_computed(seq)
+        else:
+            assert self.m.snapshot() == before
+
+    def pin(self, choose):
+        chain = self.draw_chain(choose)
+        if self.chains and choose(2):
+            chain = list(self.chains.values())[choose(len(self.chains))].fork()
+        if self.m.num_free > 4 and self.m.pin(chain):
+            self.pinned.append(chain)
+
+    def unpin(self, choose):
+        if self.pinned:
+            assert self.m.unpin(self.pinned.pop(choose(len(self.pinned))))
+
+    def reset(self, choose):
+        if choose(4):
+            before = self.m.snapshot()
+            busy = bool(self.chains or self.pinned)
+            assert bool(self.m.reset("strict")) is not busy
+            if busy:
+                assert self.m.snapshot() == before
+        else:
+            report = self.m.reset("preempt")
+            assert report and sorted(report.preempted) == sorted(self.chains)
+            self.chains, self.computed, self.swapped, self.pinned = {}, {}, set(), []
+        if not self.chains and not self.pinned:
+            pass
+
+    def truncate(self, seq, choose):
+        self.computed[seq] = choose(self.computed[seq] + 1)
+        if any(self.windows):
+            self.computed[seq] = self.m.num_computed(seq)  # what is behind a window cannot come back
+        self.m.truncate(seq, self.computed[seq])
+
+    def evict(self, choose):
+        count = choose(3)
+        assert self.m.evict(count) <= count
+
+    def peek(self, choose):
+        chain = self.draw_chain(choose)
+        before = self.m.snapshot()
+        assert self.m.peek(chain) == self.best_hit(chain)
+        assert self.m.snapshot() == before
+
+    # The model.
+
+    def best_hit(self, chain):
+        """The longest hit, by trying every length."""
+        if not self.m.prefix_caching:
+            return 0
+        limit = len(chain) - 1
+        if self.options.get("index") == "table":
+            best = 0
+            for pinned in self.pinned:
+                if pinned.extra == chain.extra:
+                    same = 0
+                    while same < min(limit, len(pinned)) and pinned.tokens[same] == chain.tokens[same]:
+                        same += 1
+                    best = max(best, same)
+            return best
+        resident = self.m.resident()
+
+        def serves(g, window, count):
+            needed = range(
+                0 if window is None else max(count * self.size - window + 1, 0) // self.size, count
+            )
+            return all(
+                any((g, medium, chain.digest(i)) in resident for medium in ("device", "host")) for i in needed
+            )
+
+        lengths = range(limit // self.size, -1, -1)
+        full = next(n for n in lengths if all(serves(g, w, n) for g, w in enumerate(self.windows)))
+        return full * self.size + self.best_part(chain, full, limit)
+
+    def best_part(self, chain, full, limit):
+        least = self.options.get("partial", 0)
+        if not least or -(-len(chain) // self.size) >= self.m.num_usable:
+            return 0
+        tables = self.m._match(chain, limit)[0]
+        if any(b < 0 for table in tables for b in table):
+            return 0
+        shared = []
+        for g, keys in enumerate(pool.keys for pool in self.m._pools):
+            best = 0
+            for b, key in enumerate(keys):
+                if key is not None:
+                    held = self.memory[g][b, self.size - 1]
+                    mine = (chain.extra.salt, *chain.tokens)
+                    start = 1 + full * self.size
+                    if len(held) == start + self.size and held[:start] == mine[:start]:
+                        n = 0
+                        while n < self.size and start + n < len(mine) and held[start + n] == mine[start + n]:
+                            n += 1
+                        best = max(best, n)
+            shared.append(best)
+        gain = (
+            min(*shared, limit - full * self.size)
+            if len(shared) > 1
+            else min(shared[0], limit - full * self.size)
+        )
+        return gain if gain >= least else 0
+
+    def check(self):
+        self.copy(self.m.take_copies())
+        self.m.check_invariants()
+        for seq, chain in self.chains.items():
+            if seq in self.swapped:
+                continue
+            assert self.m.num_computed(seq) == self.computed[seq]
+            for g, window in enumerate(self.windows):
+                table = self.m.table(seq, g)
+                first = 0 if window is None else max(self.computed[seq] - window + 1, 0)
+                for p in range(first, self.computed[seq]):
+                    held = self.memory[g].get((table[p // self.size], p % self.size))
+                    assert held == self.prefix(chain, p), (seq, g, p, held)
+        assert replay(self.events.events) == self.m.resident()
+
+
+@pytest.fixture
+def world():
+    return World

@@ -71,7 +71,9 @@ def test_B007_digests_are_the_same_in_every_process():
     outputs = set()
     for seed in (None, "0", "123"):
         env = {"PATH": "/usr/bin:/bin"} | ({} if seed is None else {"PYTHONHASHSEED": seed})
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
+        )
         outputs.add(done.stdout)
     assert len(outputs) == 1
     plain = TokenChain(range(12), block_size=4)

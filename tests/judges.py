@@ -1,0 +1,217 @@
+"""Judges that share no code with what they judge, for several test folders to import.
+
+`numpy_forward` is a dense float64 forward of the decoder; `PagedModel` drives the decoder's own step by
+hand, without scheduler or manager; `read_stories` reads the llama2.c file of a real tiny model.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+
+def _norm(x, p, c):
+    x = x - x.mean(-1, keepdims=True) if c.norm == "layer" else x
+    y = x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * p["scale"]
+    return y + p["bias"] if "bias" in p else y
+
+
+def _linear(x, p):
+    return x @ p["kernel"] + p.get("bias", 0.0)
+
+
+def _act(x, name):
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    from math import erf
+
+    return x * 0.5 * (1 + np.vectorize(erf)(x / np.sqrt(2)))
+
+
+def _turn(x, positions, theta):
+    """Rotate as complex numbers: pair (i, i + H / 2) is one number, turned by theta ** (-2 i / H) a token."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
+    return np.concatenate([z.real, z.imag], -1)
+
+
+def _cap(x, cap):
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def numpy_forward(config, params, tokens) -> np.ndarray:
+    """Logits f64[T, V] of one sequence, dense causal attention, no cache. Unscaled rotary positions only."""
+    c = config
+    assert c.rope_scaling is None
+    p = _to64(params)
+    tokens = np.asarray(tokens)
+    pos = np.arange(len(tokens))
+    x = p["embed"][tokens] * c.embed_scale
+    if c.positions == "learned":
+        x = x + p["position_embed"][pos]
+    for layer in range(c.num_layers):
+        w = p[f"layer_{layer:02d}"]
+        y = _linear(_norm(x, w["attn_norm"], c), w["qkv"]).reshape(len(tokens), -1, c.head_dim)
+        q, k, v = np.split(y, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
+        if c.qk_norm:
+            q, k = _norm(q, w["q_norm"], c), _norm(k, w["k_norm"], c)
+        window = c.windows[layer] if c.windows else None
+        if c.positions == "rope" and (not c.rope_layers or c.rope_layers[layer]):
+            theta = c.local_rope_theta if window and c.local_rope_theta else c.rope_theta
+            q, k = _turn(q, pos, theta), _turn(k, pos, theta)
+        mixed = np.zeros_like(q)
+        for head in range(c.num_heads):
+            kv = head // (c.num_heads // c.num_kv_heads)
+            scores = _cap(q[:, head] @ k[:, kv].T * (c.query_scale or c.head_dim**-0.5), c.attn_soft_cap)
+            seen = pos[:, None] >= pos[None, :]
+            if window:
+                seen &= pos[:, None] - pos[None, :] < window
+            scores = np.where(seen, scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, kv]
+        y = _linear(mixed.reshape(len(tokens), -1), w["out"])
+        x = x + (_norm(y, w["attn_post_norm"], c) if c.post_norms else y)
+        y = _linear(_norm(x, w["mlp_norm"], c), w["mlp"]["up"])
+        if c.gated_mlp:
+            y = _act(y[:, : c.d_mlp], c.activation) * y[:, c.d_mlp :]
+        else:
+            y = _act(y, c.activation)
+        y = _linear(y, w["mlp"]["down"])
+        x = x + (_norm(y, w["mlp_post_norm"], c) if c.post_norms else y)
+    return _cap(_norm(x, p["final_norm"], c) @ p["lm_head"]["kernel"], c.logit_soft_cap)
+
+
+def _to64(tree):
+    if isinstance(tree, dict):
+        return {k: _to64(v) for k, v in tree.items()}
+    return np.asarray(tree).astype(np.float64)
+
+
+class PagedModel:
+    """A decoder over its own pool with scattered blocks: feed chunks of several sequences, get logits."""
+
+    def __init__(self, config, params, *, block_size=4, num_blocks=64, seed=0, tokens=16, seqs=4, width=8):
+        import jax
+
+        from pagedjax.kernels import KVLayout, make_pool
+        from pagedjax.models import forward, logits, make_decoder
+
+        self.config, self.params, self.block_size = config, params, block_size
+        self.tokens, self.seqs, self.width = tokens, seqs, width
+        layout = KVLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.pool = make_pool(layout, fill=np.nan)  # a slot that was not written must never be read
+        free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
+        self.free, self.tables, self.lens = list(map(int, free)), {}, {}
+        graphdef = make_decoder(config)
+
+        def step(params, tokens, positions, pool, ragged):
+            hidden, pool = forward(graphdef, params, tokens, positions, pool, ragged)
+            return logits(graphdef, params, hidden), pool
+
+        self.step = jax.jit(step, donate_argnums=3)
+
+    def feed(self, chunks: dict[str, list[int]]) -> dict[str, np.ndarray]:
+        """Append tokens to each named sequence in one step; logits f32[n, V] of each chunk."""
+        from pagedjax.kernels import plan_ragged
+
+        names = sorted(chunks, key=lambda s: len(chunks[s]) != 1)
+        tokens, positions, lens = [], [], []
+        for s in names:
+            start = self.lens.get(s, 0)
+            end = start + len(chunks[s])
+            table = self.tables.setdefault(s, [])
+            while len(table) * self.block_size < end:
+                table.append(self.free.pop())
+            tokens += chunks[s]
+            positions += range(start, end)
+            self.lens[s] = end
+            lens.append(end)
+        # Two programs in all: decodes alone, and anything else.
+        tables = np.zeros((len(names), self.width), np.int32)
+        for row, s in enumerate(names):
+            tables[row, : len(self.tables[s])] = self.tables[s]
+        size = self.seqs if len(tokens) == len(names) else self.tokens
+        ragged = plan_ragged(
+            [len(chunks[s]) for s in names],
+            lens,
+            tables,
+            block_size=self.block_size,
+            num_tokens_bucket=size,
+            num_seqs_bucket=self.seqs,
+            decode_bucket=self.seqs,
+            windows=(None, *sorted({w for w in self.config.windows if w})),
+        )
+        pad = [0] * (size - len(tokens))
+        out, self.pool = self.step(
+            self.params, np.int32(tokens + pad), np.int32(positions + pad), self.pool, ragged
+        )
+        rows = np.split(np.asarray(out)[: len(tokens)], np.cumsum([len(chunks[s]) for s in names])[:-1])
+        return dict(zip(names, rows))
+
+
+def _half_split(w: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of each head from pairs (2i, 2i + 1) to pairs (i, i + H / 2)."""
+    return w.reshape(-1, head_dim // 2, 2, w.shape[-1]).swapaxes(1, 2).reshape(w.shape)
+
+
+def read_stories(path: Path):
+    """(config, params) of a llama2.c "version 0" file, in the decoder's own leaves."""
+    import jax
+
+    from pagedjax.model_config import ModelConfig
+    from pagedjax.models.weights import set_leaf
+
+    raw = path.read_bytes()
+    d_model, d_mlp, num_layers, num_heads, num_kv_heads, vocab, length = struct.unpack("<7i", raw[:28])
+    head_dim = d_model // num_heads
+    config = ModelConfig(
+        family="llama",
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_mlp=d_mlp,
+        vocab_size=vocab,
+        max_model_len=length,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+    values = np.frombuffer(raw, "<f4", offset=28)
+    at = 0
+
+    def take(*shape):
+        nonlocal at
+        at += (size := int(np.prod(shape)))
+        return values[at - size : at].reshape(shape)
+
+    L, D, kv = num_layers, d_model, num_kv_heads * head_dim
+    embed, attn_norm = take(vocab, D), take(L, D)
+    q, k, v, out = take(L, D, D), take(L, kv, D), take(L, kv, D), take(L, D, D)
+    mlp_norm, gate, down, up, final = (
+        take(L, D),
+        take(L, d_mlp, D),
+        take(L, D, d_mlp),
+        take(L, d_mlp, D),
+        take(D),
+    )
+    params = {"embed": embed, "final_norm": {"scale": final}, "lm_head": {"kernel": embed.T}}
+    for layer in range(L):
+        heads = [_half_split(q[layer], head_dim), _half_split(k[layer], head_dim), v[layer]]
+        for path, leaf in {
+            "attn_norm/scale": attn_norm[layer],
+            "qkv/kernel": np.concatenate(heads).T,
+            "out/kernel": out[layer].T,
+            "mlp_norm/scale": mlp_norm[layer],
+            "mlp/up/kernel": np.concatenate([gate[layer], up[layer]]).T,
+            "mlp/down/kernel": down[layer].T,
+        }.items():
+            set_leaf(params, (f"layer_{layer:02d}", *path.split("/")), leaf)
+    return config, jax.tree.map(np.ascontiguousarray, params)

@@ -1,5 +1,6 @@
 """Paged KV block management on the host: blocks, prefix indexes, eviction, managers. Never imports jax."""
 
+from pagedjax.cache.events import CacheEvent, EventLog, EventSnapshot, replay
 from pagedjax.cache.groups import KVGroup, split_blocks
 from pagedjax.cache.hashing import ExtraKeys, HashScheme, MediaItem, TokenChain
 from pagedjax.cache.manager import PagedManager
@@ -15,14 +16,18 @@ from pagedjax.cache.protocol import (
     ResetReport,
 )
 from pagedjax.cache.registry import INDEXES
+from pagedjax.cache.reservation import ReservationManager, Waste
 from pagedjax.cache.stats import CacheStats
 
 __all__ = [
     "INDEXES",
     "POLICIES",
+    "CacheEvent",
     "CacheStats",
     "CopyBatch",
     "CopyPlan",
+    "EventLog",
+    "EventSnapshot",
     "ExtraKeys",
     "HashScheme",
     "Hints",
@@ -33,7 +38,10 @@ __all__ = [
     "MediaItem",
     "MissReason",
     "PagedManager",
+    "ReservationManager",
     "ResetReport",
     "TokenChain",
+    "Waste",
+    "replay",
     "split_blocks",
 ]

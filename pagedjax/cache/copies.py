@@ -12,7 +12,9 @@ from pagedjax.cache.tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class Copy:
+    """One block copy: device to device ("cow"), to the host ("swap_out") or back ("swap_in")."""
+
     kind: str
     group: int
     src: int
@@ -29,14 +31,14 @@ class PendingCopies:
     def __init__(self, pools: list[BlockPool], tiers: list[HostTier]) -> None:
         self._pools = pools
         self._tiers = tiers
-        self._pending: list[_Copy] = []
+        self._pending: list[Copy] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def add(self, kind: str, group: int, src: int, dst: int) -> None:
         """Plan a copy; device sources are held."""
-        self._pending.append(_Copy(kind, group, src, dst))
+        self._pending.append(Copy(kind, group, src, dst))
         if kind == "cow":
             self._pools[group].hold(src)
 
@@ -48,7 +50,7 @@ class PendingCopies:
         """Drop copies into blocks that nobody holds and no other copy reads."""
         if not self._pending:
             return
-        kept: list[_Copy] = []
+        kept: list[Copy] = []
         for copy in reversed(self._pending):  # the reader of a copied block comes after its copy
             pool = self._pools[copy.group]
             if copy.kind == "swap_out" or pool.ref[copy.dst] or copy.dst in pool.readers:
@@ -62,28 +64,9 @@ class PendingCopies:
         if not self._pending:
             self.drop(now)
             return NO_COPIES
-        ordered = [c for c in self._pending if c.kind == "swap_out"]
-        ordered += [c for c in self._pending if c.kind != "swap_out"]
-        batches: list[list[_Copy]] = []
-        written: set[int] = set()
-        read: set[int] = set()
-        for copy in ordered:
-            last = batches[-1][0] if batches else None
-            fits = last is not None and (last.kind, last.group) == (copy.kind, copy.group)
-            # Ids of one side: swaps cross between two id spaces and cannot collide there.
-            crossing = copy.kind != "cow"
-            if (
-                not fits
-                or copy.dst in written
-                or (not crossing and (copy.dst in read or copy.src in written))
-            ):
-                batches.append([])
-                written, read = set(), set()
-            batches[-1].append(copy)
-            written.add(copy.dst)
-            read.add(copy.src)
+        plan = plan_copies(self._pending)
         self.drop(now)
-        return CopyPlan(tuple(_batch(copies) for copies in batches))
+        return plan
 
     def drop(self, now: float) -> None:
         """Nothing is pending any more; held blocks return to their queues."""
@@ -106,7 +89,28 @@ class PendingCopies:
                 raise InvariantError(f"pending copies read {readers}, the pool holds {pool.readers}")
 
 
-def _batch(copies: list[_Copy]) -> CopyBatch:
+def plan_copies(copies: list[Copy]) -> CopyPlan:
+    """Copies as batches to be run in order, swap-outs first; a batch may run all at once."""
+    ordered = [c for c in copies if c.kind == "swap_out"]
+    ordered += [c for c in copies if c.kind != "swap_out"]
+    batches: list[list[Copy]] = []
+    written: set[int] = set()
+    read: set[int] = set()
+    for copy in ordered:
+        last = batches[-1][0] if batches else None
+        fits = last is not None and (last.kind, last.group) == (copy.kind, copy.group)
+        # Ids of one side: swaps cross between two id spaces and cannot collide there.
+        crossing = copy.kind != "cow"
+        if not fits or copy.dst in written or (not crossing and (copy.dst in read or copy.src in written)):
+            batches.append([])
+            written, read = set(), set()
+        batches[-1].append(copy)
+        written.add(copy.dst)
+        read.add(copy.src)
+    return CopyPlan(tuple(_batch(batch) for batch in batches))
+
+
+def _batch(copies: list[Copy]) -> CopyBatch:
     return CopyBatch(
         copies[0].kind,
         np.array([c.src for c in copies], dtype=np.int32),

@@ -827,7 +827,7 @@ class PagedManager:
             blocks = [b for b in table if b]
             group.pool.touch(blocks, 0, NO_HINTS, self.now)
             if isinstance(group.index, TableIndex):
-                group.index.pin(chain, blocks)
+                group.index.pin(chain, table)
         self._pins[key] = [[b for b in table if b] for table in tables]
         return tokens
 

@@ -160,12 +160,25 @@ class RadixIndex:
         if inside < len(node.blocks):
             found = [(node.blocks[inside], bytes(node.run[inside * self._size : (inside + 1) * self._size]))]
         else:
-            place = bisect_left(node.edges, wanted)
-            edges = node.edges[max(place - 1, 0) : place + 1]
-            # An edge longer than a block's tokens carries item fields: its tokens do not tell its content.
-            found = [(node.children[e].blocks[0], e) for e in edges if len(e) == self._size]
+            found = [(node.children[e].blocks[0], e) for e in self._nearest(node, wanted)]
         best = max(((common_prefix_tokens(e, wanted), b) for b, e in found if b), default=(0, 0))
         return (best[1], best[0]) if best[0] else (0, 0)
+
+    def _nearest(self, node: _Node, wanted: bytes) -> list[bytes]:
+        """The sorted edges on either side of `wanted`: one shares most with it.
+
+        Edges to holes do not count, nor those longer than a block's tokens: they carry item fields, their
+        tokens do not tell their content.
+        """
+        place = bisect_left(node.edges, wanted)
+        near = []
+        for side in (range(place - 1, -1, -1), range(place, len(node.edges))):
+            for i in side:
+                edge = node.edges[i]
+                if len(edge) == self._size and node.children[edge].blocks[0]:
+                    near.append(edge)
+                    break
+        return near
 
     def foreign(self, chain: TokenChain) -> bool:
         if chain.num_full_blocks == 0:

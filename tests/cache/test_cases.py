@@ -1,6 +1,7 @@
 """Fault kinds that paged caches have met in practice, as the manager alone sees them; named by case id."""
 
 import hashlib
+import itertools
 import random
 import struct
 import subprocess
@@ -256,7 +257,7 @@ def test_B025_list_links_agree_after_every_operation(drive, tokens):
         forward = policy.victim(1000, 0.0)
         assert len(forward) == len(set(forward)) == pool.num_evictable
         around = [0, *forward, 0]
-        assert all(policy._prev[b] == a for a, b in zip(around, around[1:]))
+        assert all(policy._prev[b] == a for a, b in itertools.pairwise(around))
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "finishing"])

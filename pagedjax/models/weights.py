@@ -116,8 +116,10 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
 
 def save_params(path: Path, params: Params) -> None:
     """Write the leaves as an orbax checkpoint; `path` must not exist yet."""
+    # Small chunks: a leaf is read chunk by chunk, so no second copy of a large one is held.
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_STRIP_BYTES), params)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params)
+        checkpointer.save(path.absolute(), params, save_args=save_args)
         checkpointer.wait_until_finished()
 
 
@@ -138,21 +140,27 @@ def restore_params(
     numpy_dtype(dtype)
     wanted = dict(flat(abstract_params(config, dtype)))
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target: Params = {}
+    for name, leaf in wanted.items():
+        keys = tuple(name.split("/"))
+        where = sharding(keys, leaf.shape) if sharding else default
+        set_leaf(target, keys, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
+    params: Params = {}
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = dict(flat(checkpointer.metadata(path.absolute()).item_metadata.tree))
-            _same_tree(path, wanted, stored)
-            target: Params = {}
-            for name, leaf in wanted.items():
-                keys = tuple(name.split("/"))
-                where = sharding(keys, leaf.shape) if sharding else default
-                set_leaf(target, keys, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
-            return checkpointer.restore(path.absolute(), target)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            _same_tree(path, wanted, dict(flat(checkpointer.metadata(path.absolute()).item_metadata.tree)))
+            # One layer at a time: restored at once, all leaves' read buffers would be alive together.
+            for key, subtree in target.items():
+                part = {key: subtree}
+                args = ocp.checkpoint_utils.construct_restore_args(part)
+                request = ocp.args.PyTreeRestore(item=part, restore_args=args, partial_restore=True)
+                params[key] = checkpointer.restore(path.absolute(), args=request)[key]
     except ModelError:
         raise
     except Exception as error:  # damaged files surface as almost any type from the storage library
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
+    return params
 
 
 def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:

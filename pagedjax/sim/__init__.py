@@ -1,0 +1,1 @@
+"""Simulation and measurement without a device: traces, curves, the prefix check-up, the simulator."""

@@ -1,0 +1,262 @@
+"""Hit counts and curves against brute force, and against figures measured on the shared traces."""
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedjax.sim.curve import (
+    NEVER,
+    _earlier_and_greater,
+    belady_bound,
+    load_references,
+    lru_curve,
+    stack_distances,
+)
+from pagedjax.sim.replay import LRU, BlockKeys, Unbounded, chain_keys, replay
+from pagedjax.sim.synth import chat, document_questions
+from pagedjax.sim.trace import Trace, TraceRequest, open_trace, read_agentic
+
+CAPACITIES = (1, 3, 17, 100, 1000)
+
+
+def _tree_trace(seed: int, requests: int, fan: int, depth: int, granularity: int = 4) -> Trace:
+    """Random walks down a random tree: true chains, many shared prefixes."""
+    rng = np.random.default_rng(seed)
+    ids: dict[tuple[int, ...], int] = {}
+    rows = []
+    for i in range(requests):
+        length = int(rng.integers(1, depth + 1))
+        short = int(rng.integers(0, granularity))
+        path: tuple[int, ...] = ()
+        own = []
+        for step in range(length):
+            path += (int(rng.integers(fan)),)
+            # A cut granule is another content than the whole one, hence another id.
+            content = (*path, -short) if short and step == length - 1 else path
+            own.append(ids.setdefault(content, len(ids)))
+        num_input = granularity * length - short
+        rows.append(TraceRequest(float(i), num_input, 1, granule_ids=np.array(own)))
+    return Trace("tree", "generated", granularity, True, lambda: iter(rows), spec=f"tree{seed}")
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 4), st.integers(1, 8))
+def test_curve_equals_replay_at_every_capacity(seed: int, requests: int, fan: int, depth: int) -> None:
+    trace = _tree_trace(seed, requests, fan, depth)
+    refs = load_references(trace, 4)
+    curve = lru_curve(refs)
+    for capacity in range(1, refs.num_distinct + 2):
+        slow = replay(trace, 4, LRU(capacity))
+        assert curve.hits(capacity) == slow.hit_blocks
+        assert curve.by_token(capacity) == slow.by_token
+        assert curve.by_full_block(capacity) == slow.by_full_block
+        assert belady_bound(refs, capacity) >= slow.hit_blocks
+    assert (
+        curve.hits(math.inf) == replay(trace, 4, Unbounded()).hit_blocks == belady_bound(refs, len(refs.keys))
+    )
+
+
+@given(st.lists(st.integers(0, 50), unique=True, max_size=40))
+def test_inversions(values: list[int]) -> None:
+    ranks = np.argsort(np.argsort(values)) if values else np.empty(0, np.int64)
+    expected = [sum(v > values[i] for v in values[:i]) for i in range(len(values))]
+    assert _earlier_and_greater(ranks).tolist() == expected
+
+
+def test_ids_that_are_no_chain_count_contiguous_hits() -> None:
+    rows = [[5, 6, 7], [6, 8], [5, 6], [7, 5], [8, 6]]
+    requests = [TraceRequest(float(i), 4 * len(r), 1, granule_ids=np.array(r)) for i, r in enumerate(rows)]
+    trace = Trace("loose", "generated", 4, True, lambda: iter(requests))
+    curve = lru_curve(load_references(trace, 4))
+    for capacity in range(1, 6):
+        assert curve.hits(capacity) == replay(trace, 4, LRU(capacity)).hit_blocks
+    rows.append([5, 5])
+    requests.append(TraceRequest(9.0, 8, 1, granule_ids=np.array([5, 5])))
+    with pytest.raises(ValueError, match="request 5: holds a block id twice"):
+        load_references(trace, 4)
+
+
+def test_belady_is_no_less_than_an_exhaustive_optimum() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        rows = [[int(x)] for x in rng.integers(0, 5, 9)]
+        requests = [TraceRequest(float(i), 4, 1, granule_ids=np.array(r)) for i, r in enumerate(rows)]
+        refs = load_references(Trace("t", "generated", 4, True, lambda r=requests: iter(r)), 4)
+        states = {frozenset(): 0}
+        for (key,) in rows:  # single-block requests: the optimum by trying every choice
+            grown: dict[frozenset[int], int] = {}
+            for held, hits in states.items():
+                gained = hits + (key in held)
+                choices = [held] if key in held or len(held) < 2 else [held - {v} for v in held]
+                for kept in [*(c | {key} for c in choices), held]:
+                    grown[kept] = max(grown.get(kept, 0), gained)
+            states = grown
+        assert belady_bound(refs, 2) == max(states.values())
+
+
+def test_empty_trace_has_an_empty_curve() -> None:
+    curve = lru_curve(load_references(Trace("none", "generated", 4, True, lambda: iter(())), 4))
+    assert curve.by_block(math.inf) == curve.by_token(3) == 0.0
+
+
+def test_distances_of_a_drawn_example() -> None:
+    # Touched 2 1 0, then 3 0: before the third request the stack is 0 3 1 2.
+    rows = [[0, 1, 2], [0, 3], [0, 1, 2], [4]]
+    requests = [TraceRequest(float(i), 4 * len(r), 1, granule_ids=np.array(r)) for i, r in enumerate(rows)]
+    refs = load_references(Trace("t", "generated", 4, True, lambda: iter(requests)), 4)
+    assert stack_distances(refs).tolist() == [NEVER, NEVER, NEVER, 1, NEVER, 1, 3, 4, NEVER]
+
+
+def test_block_size_must_divide() -> None:
+    trace = _tree_trace(0, 3, 2, 2, granularity=8)
+    with pytest.raises(ValueError, match="block_size=3: must divide"):
+        BlockKeys(trace, 3)
+    with pytest.raises(ValueError, match="needs token ids"):
+        BlockKeys(trace, 8, "prompt+output")
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_granules_divide_as_their_tokens_would(block_size: int) -> None:
+    """A granule trace and a token trace of the same prompts hit alike at every finer block size."""
+    trace = _tree_trace(3, 60, 2, 5, granularity=8)
+    rows = []
+    for r in trace:
+        tokens = [g * 8 + i for g in r.granule_ids.tolist() for i in range(8)][: r.num_input]
+        rows.append(TraceRequest(r.arrival_s, r.num_input, 1, token_ids=np.array(tokens, np.int32)))
+    tokens_trace = Trace("tokens", "generated", 1, True, lambda: iter(rows))
+    for store in (Unbounded, lambda: LRU(20)):
+        ours, theirs = (replay(t, block_size, store()) for t in (trace, tokens_trace))
+        assert ours.full_blocks == theirs.full_blocks and ours.hit_full_blocks == theirs.hit_full_blocks
+        assert ours.engine_tokens == theirs.engine_tokens
+
+
+def test_lengths_alone_never_hit() -> None:
+    rows = [TraceRequest(0.0, 100, 5) for _ in range(4)]
+    counts = replay(Trace("l", "lengths", 0, False, lambda: iter(rows)), 16, Unbounded())
+    assert (counts.blocks, counts.hit_blocks, counts.by_token) == (28, 0, 0.0)
+
+
+def test_last_token_is_computed_under_the_engines_rules() -> None:
+    tokens = np.arange(32, dtype=np.int32)
+    rows = [TraceRequest(0.0, 32, 1, token_ids=tokens)] * 2
+    counts = replay(Trace("t", "tokens", 1, True, lambda: iter(rows)), 16, Unbounded())
+    assert (counts.hit_tokens, counts.engine_tokens) == (32, 16)
+    assert (
+        chain_keys(tokens, 16)[0].tolist()
+        == chain_keys(tokens[:31], 1)[0][[]].tolist()
+        + chain_keys(np.arange(40, dtype=np.int32), 16)[0].tolist()
+    )
+
+
+def test_answers_are_found_by_the_next_turn() -> None:
+    trace = chat(30, seed=2)
+    prompt_only = replay(trace, 16, Unbounded())
+    with_answers = replay(trace, 16, Unbounded(), insert="prompt+output")
+    assert with_answers.hit_tokens > prompt_only.hit_tokens > 0
+
+
+# ----------------------------------------------------- figures of the shared traces
+
+
+def test_B111_conversation_hit_rate_by_four_definitions(data_dir: Path) -> None:
+    trace = open_trace(data_dir / "data/traces/mooncake_conversation_trace.jsonl.gz")
+    counts = replay(trace, 512, Unbounded())
+    assert counts.requests == 12031 and counts.blocks == 288_500
+    assert round(counts.by_block, 4) == 0.3664
+    assert round(counts.by_full_block, 4) == 0.3819
+    assert round(counts.by_token, 4) == 0.3736
+    assert round(counts.mean_per_request, 4) == 0.4094
+    assert round(replay(trace, 512, LRU(10_000)).by_block, 4) == 0.2116
+    assert 0.37 < counts.by_engine < counts.by_token
+
+
+def test_synthetic_hit_rates(data_dir: Path) -> None:
+    counts = replay(open_trace(data_dir / "data/traces/mooncake_synthetic_trace.jsonl.gz"), 512, Unbounded())
+    assert counts.requests == 3993 and counts.blocks == 121_877
+    assert (round(counts.by_block, 4), round(counts.by_token, 4)) == (0.6396, 0.6512)
+
+
+SHAREGPT = {
+    "llama31": {8: 0.0765, 16: 0.0759, 32: 0.0751, 64: 0.0734, 128: 0.0687, 256: 0.0637},
+    "qwen3": {8: 0.0798, 256: 0.0663},
+}
+
+
+@pytest.mark.parametrize("tokenizer", SHAREGPT)
+def test_sharegpt_hit_rates_by_block_size(data_dir: Path, tokenizer: str) -> None:
+    trace = open_trace(data_dir / f"data/traces/sharegpt_{tokenizer}_tokens_300.jsonl.gz")
+    for block_size, expected in SHAREGPT[tokenizer].items():
+        counts = replay(trace, block_size, Unbounded(), insert="prompt+output")
+        assert round(counts.by_token, 4) == expected, block_size
+    assert counts.requests == 300
+
+
+def test_agentic_subset_hit_rate_within_sessions(data_dir: Path) -> None:
+    path = data_dir / "data/traces/agentic_coding_64tok_sub68.jsonl.xz"
+    own, shared = (replay(read_agentic(path, common_prefix=c), 64, Unbounded()) for c in (False, True))
+    assert own.requests == 4842 and round(own.blocks / 1e6, 1) == 8.8
+    assert round(own.by_block, 4) == 0.9612
+    assert shared.by_block > own.by_block
+
+
+@pytest.mark.full
+def test_agentic_whole_hit_rate_within_sessions(data_dir: Path) -> None:
+    trace = open_trace(data_dir / "data/traces/agentic_coding_64tok_all.jsonl.xz")
+    counts = replay(trace, 64, Unbounded())
+    assert counts.requests == 49_334 and round(counts.blocks / 1e6, 1) == 94.3
+    assert round(counts.by_block, 4) == 0.9634
+
+
+LENGTHS = {
+    "azure_llm_2023_code.csv.gz": (8819, 2047.8, 27.9),
+    "azure_llm_2023_conv.csv.gz": (19366, 1154.7, 211.1),
+    "sharegpt_8k_llama2.csv.gz": (30731, 2340.0, 438.7),
+    "arxiv_summarization_llama2.csv.gz": (28257, 2588.1, 291.4),
+    "alpaca_response_len_train10k.json.gz": (10000, 19.0, 65.5),
+    "alpaca_response_len_val10k.json.gz": (10000, 19.0, 65.7),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_length_files_of_the_shared_data(data_dir: Path, name: str) -> None:
+    rows = list(open_trace(data_dir / "data/lengths" / name))
+    count, mean_input, mean_output = LENGTHS[name]
+    assert len(rows) == count
+    assert round(sum(r.num_input for r in rows) / count, 1) == mean_input
+    assert round(sum(r.num_output for r in rows) / count, 1) == mean_output
+
+
+def test_conversation_curve_is_exact_and_cheaper_than_one_replay(data_dir: Path) -> None:
+    trace = open_trace(data_dir / "data/traces/mooncake_conversation_trace.jsonl.gz")
+    refs = load_references(trace, 512)
+    fast = []
+    for _ in range(3):
+        started = time.perf_counter()
+        curve = lru_curve(refs)
+        fast.append(time.perf_counter() - started)
+    assert len(refs.keys) == 288_500
+    slow = []
+    for capacity in (30, 1000, 10_000, 50_000, 150_000):
+        started = time.perf_counter()
+        counts = replay(trace, 512, LRU(capacity))
+        slow.append(time.perf_counter() - started)
+        assert counts.hit_blocks == curve.hits(capacity)
+        assert counts.by_token == curve.by_token(capacity)
+        assert counts.hit_blocks <= belady_bound(refs, capacity)
+    assert min(fast) < min(min(slow), 1.5)
+
+
+def test_curves_cover_block_sizes() -> None:
+    from pagedjax.sim.curve import curves
+
+    trace = document_questions(100, num_documents=8, document_tokens=600)
+    by_size = curves(trace, (16, 64))
+    assert by_size[16].by_token(math.inf) > by_size[64].by_token(math.inf) > 0.5
+    for size, curve in by_size.items():
+        assert [curve.hits(c) for c in CAPACITIES] == [
+            replay(trace, size, LRU(c)).hit_blocks for c in CAPACITIES
+        ]

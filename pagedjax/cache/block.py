@@ -151,8 +151,12 @@ class BlockPool:
         """
         ref = self.ref
         idle = [b for b in blocks if not ref[b]]
-        for b in blocks:
-            ref[b] += 1
+        if len(idle) == len(blocks):
+            for b in idle:
+                ref[b] = 1
+        else:
+            for b in blocks:
+                ref[b] += 1
         if not self.index.indexes:
             return
         self.num_evictable -= len(idle)

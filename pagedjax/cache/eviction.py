@@ -63,12 +63,23 @@ class LRU:
     def hit(
         self, blocks: list[int], idle: list[int], first: int = 0, hints: Hints = NO_HINTS, now: float = 0.0
     ) -> None:
+        if not idle:
+            return
         after, before = self._next, self._prev
+        # What was released together lies together, the tail first: a whole run is cut out at once.
+        first, last = idle[-1], idle[0]
+        if [after[b] for b in idle[1:]] == idle[:-1]:
+            self._join(before[first], after[last])
+            return
         for b in idle:
             p = before[b]
             n = after[b]
             after[p] = n
             before[n] = p
+
+    def _join(self, block: int, then: int) -> None:
+        self._next[block] = then
+        self._prev[then] = block
 
     def release(self, blocks: list[int], now: float) -> None:
         after, before = self._next, self._prev
@@ -92,7 +103,7 @@ class LRU:
         return out
 
     def remove(self, blocks: list[int]) -> None:
-        self.hit(blocks, blocks)
+        self.hit(blocks, blocks[::-1])  # victims come in the order of the queue
 
     def evictable(self) -> list[int]:
         return self.victim(len(self._next), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class HashIndex:
         self._twins: dict[bytes, list[int]] = {}  # copies after the first, oldest first
         self._children: dict[bytes, int | list[int]] = {}  # a list is sorted by the blocks' tokens
         self._parent: list[bytes | None] = [None] * num_blocks
+        self._namespaced = False  # some block was registered under extra keys of its own
         self._firsts: set[int] = set()  # blocks that are children of _ANYWHERE
         self._tokens = bytearray(num_blocks * self._size)
         self._rows = np.frombuffer(self._tokens, dtype="<i4").reshape(num_blocks, block_size)
@@ -72,24 +74,23 @@ class HashIndex:
             return 0, 0
         wanted = pack_tokens(chain.tokens[at : at + max_tokens])
         near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
-        best = max(near, key=lambda b: common_prefix_tokens(self._content(b), wanted))
-        shared = common_prefix_tokens(self._content(best), wanted)
+        shared, best = max([(common_prefix_tokens(self._content(b), wanted), b) for b in near])
         return (best, shared) if shared else (0, 0)
 
     def foreign(self, chain: TokenChain) -> bool:
-        if chain.num_full_blocks == 0:
+        if chain.num_full_blocks == 0 or not (self._namespaced or chain.extra.namespace):
             return False
         wanted = chain.packed(1)[: self._size]
-        children = self._children.get(_ANYWHERE, ())
-        if isinstance(children, int):
-            children = [children]
-        return any(self._content(b) == wanted for b in self._neighbours(list(children), bytes(wanted)))
+        children = self._children.get(_ANYWHERE, [])
+        near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
+        return any(self._content(b) == wanted for b in near)
 
     def copies(self, key: bytes) -> int:
         return (key in self._block_of) + len(self._twins.get(key, ()))
 
-    def _content(self, block: int) -> bytes:
-        return bytes(self._tokens[block * self._size : (block + 1) * self._size])
+    def _content(self, block: int) -> Any:
+        """The block's tokens, i32le; compares with bytes."""
+        return self._tokens[block * self._size : (block + 1) * self._size]
 
     def _neighbours(self, children: list[int], wanted: bytes) -> list[int]:
         """Of children sorted by tokens, those between which `wanted` falls: one shares most with it."""
@@ -114,12 +115,12 @@ class HashIndex:
         self._keep_tokens(chain, first, blocks)
         parents = [self._parent_key(chain, first), *digests[:-1]]
         if fresh and not chain.extra.items:
-            self._adopt(parents, blocks, is_first=first == 0)
+            self._adopt(chain, parents, blocks, is_first=first == 0)
         else:
             for i, b in enumerate(blocks):
                 mixed = chain.extra.items and chain.extra.overlapping(first + i, chain.block_size)
                 if known[i] == b and self._parent[b] is None and not mixed:
-                    self._adopt([parents[i]], [b], is_first=first + i == 0)
+                    self._adopt(chain, [parents[i]], [b], is_first=first + i == 0)
         return known, twins
 
     def _register_each(self, digests: list[bytes], blocks: list[int], dedup: bool) -> tuple[list[int], int]:
@@ -147,14 +148,18 @@ class HashIndex:
             part = packed[first * size : (first + len(blocks)) * size]
             self._rows[blocks] = np.frombuffer(part, dtype="<i4").reshape(len(blocks), -1)
 
-    def _adopt(self, parents: list[bytes], blocks: list[int], *, is_first: bool) -> None:
+    def _adopt(self, chain: TokenChain, parents: list[bytes], blocks: list[int], *, is_first: bool) -> None:
         """Enter blocks as children of their parents."""
         children, parent_of = self._children, self._parent
         if is_first:
+            self._namespaced |= bool(chain.extra.namespace)
             self._add_child(_ANYWHERE, blocks[0])
             self._firsts.add(blocks[0])
         for b, parent in zip(blocks, parents):
             parent_of[b] = parent
+        # The first may join others under a parent that many continue; the rest follow each other.
+        self._add_child(parents[0], blocks[0])
+        parents, blocks = parents[1:], blocks[1:]
         if children.keys().isdisjoint(parents):
             children.update(zip(parents, blocks))
         else:
@@ -186,7 +191,7 @@ class HashIndex:
         block_of, twins, children, parent_of = self._block_of, self._twins, self._children, self._parent
         firsts = self._firsts
         for b, key in zip(blocks, keys):
-            if key in twins:
+            if twins and key in twins:
                 self._forget_copy(key, b)
             else:
                 del block_of[key]

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -307,14 +305,11 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
         ValueError: A token does not fit 32 signed bits, or is no integer.
     """
     try:
-        packed = array("i", tokens)
-    except (OverflowError, TypeError) as error:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error as error:
         raise ValueError(
             f"tokens: must be integers of 32 signed bits ({error}); check the tokenizer"
         ) from None
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 class TokenChain:

@@ -354,7 +354,10 @@ class PagedManager:
             need = max(want - len(table), 0) + len(copies)
             if state.recorded and self._host_blocks:
                 need += sum([b < 0 for b in table])
-            if need > pool.num_free - (self._num_waiting(state, group) if state.recorded else 0):
+            room = pool.num_free - need
+            if state.recorded and room <= len(table):  # else there is room whatever of the hits waits
+                room -= self._num_waiting(state, group)
+            if room < 0:
                 return False
             shared.append(copies)
         if state.recorded and not self._adopt(seq, state):
@@ -378,9 +381,11 @@ class PagedManager:
 
     def _num_waiting(self, state: _Seq, group: Group) -> int:
         """Evictable blocks that admitting the sequence consumes beside its new ones."""
-        hits = [b for b in state.tables[group.id] if b > 0]
+        hits = state.tables[group.id]
+        if self._one is None or self._host_blocks:
+            hits = [b for b in hits if b > 0]
         if state.partial:
-            hits.append(state.partial[group.id][0])
+            hits = [*hits, state.partial[group.id][0]]
         return group.pool.num_idle(hits)
 
     def _adopt(self, seq: int, state: _Seq) -> bool:

@@ -189,16 +189,8 @@ def common_prefix(a: list[int], b: list[int], limit: int) -> int:
     return low
 
 
-def common_prefix_tokens(a: bytes, b: bytes) -> int:
+def common_prefix_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
     """Whole tokens in the common prefix of two runs of i32le bytes."""
-    limit = min(len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit // 4
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low // 4
+    size = min(len(a), len(b))
+    differ = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    return size // 4 if not differ else ((differ & -differ).bit_length() - 1) // 32

@@ -121,7 +121,7 @@ class VerifiedHashIndex(HashIndex):
             self._filed.setdefault(digests[i], []).append(b)
             if not chain.extra.items or not chain.extra.overlapping(i, chain.block_size):
                 key = parent.to_bytes(8, "little") if i else super()._parent_key(chain, 0)
-                self._adopt([key], [b], is_first=i == 0)
+                self._adopt(chain, [key], [b], is_first=i == 0)
         self._collect(chain, end)
         return (blocks, twins) if fresh and known == blocks else (known, twins)
 

@@ -8,7 +8,7 @@ a file cannot express keeps the value that makes it a no-op.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -129,8 +129,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_mlp", "vocab_size"):
-            _check(name, getattr(self, name), 1, _LIMITS[name])
-        _check("max_model_len", self.max_model_len, 1, _LIMITS["max_model_len"])
+            check_range(name, getattr(self, name), 1, LIMITS[name])
+        check_range("max_model_len", self.max_model_len, 1, LIMITS["max_model_len"])
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads must be a "
@@ -221,13 +221,9 @@ class ModelConfig:
         Raises:
             ModelError: The architecture is not one of ours, or a value is missing or out of range.
         """
-        family = _str(config, "model_type", "config.json")
-        read = _HF.get(family)
-        if read is None:
-            raise ModelError(
-                f"model_type={family!r}: no decoder for it; supported are {', '.join(sorted(_HF))}"
-            )
-        return read(_Reader(config, "config.json"))
+        from pagedjax.family_configs import from_hf
+
+        return from_hf(config)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ModelConfig:
@@ -236,13 +232,9 @@ class ModelConfig:
         Raises:
             ModelError: The architecture is not one of ours, or a value is missing or out of range.
         """
-        arch = _str(metadata, "general.architecture", "GGUF metadata")
-        read = _GGUF.get(arch)
-        if read is None:
-            raise ModelError(
-                f"general.architecture={arch!r}: no decoder for it; supported are {', '.join(sorted(_GGUF))}"
-            )
-        return read(_Reader(metadata, "GGUF metadata", prefix=f"{arch}."))
+        from pagedjax.family_configs import from_gguf
+
+        return from_gguf(metadata)
 
 
 ACTIVATIONS = {
@@ -257,7 +249,7 @@ ACTIVATIONS = {
 
 # Far above any model that exists, far below what would make a shape product overflow or exhaust memory
 # before the weights are found to be missing.
-_LIMITS = {
+LIMITS = {
     "num_layers": 1024,
     "d_model": 1 << 17,
     "num_heads": 1 << 12,
@@ -269,209 +261,8 @@ _LIMITS = {
 }
 
 
-def _check(name: str, value: Any, low: int, high: int) -> None:
+def check_range(name: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ModelError(
             f"{name}={value!r}: must be a whole number in [{low}, {high}]; check the model's files"
         )
-
-
-def _str(mapping: Mapping[str, Any], key: str, where: str) -> str:
-    value = mapping.get(key)
-    if not isinstance(value, str):
-        raise ModelError(f"{key}={value!r}: {where} must name the architecture; is this a language model?")
-    return value
-
-
-class _Reader:
-    """Typed look-ups in an outside mapping; a wrong type is an error that names the key."""
-
-    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
-        self.values, self.where, self.prefix = values, where, prefix
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(self.prefix + key)
-        return default if value is None else value
-
-    def int(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(
-                f"{self.prefix}{key}={value!r}: {self.where} must give a whole number; check the file"
-            )
-        return value
-
-    def float(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ModelError(f"{self.prefix}{key}={value!r}: {self.where} must give a number; check the file")
-        return float(value)
-
-    def bool(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise ModelError(
-                f"{self.prefix}{key}={value!r}: {self.where} must say true or false; check the file"
-            )
-        return value
-
-    def activation(self, default: str) -> str:
-        name = self.get("hidden_act", self.get("hidden_activation", default))
-        if not isinstance(name, str) or name not in ACTIVATIONS:
-            raise ModelError(f"activation {name!r}: must be one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[name]
-
-
-def _token_ids(value: Any, key: str) -> tuple[int, ...]:
-    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ModelError(f"{key}={value!r}: must be a token id or a list of them; check the file")
-    return ids
-
-
-def _hf_rope(r: _Reader) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) from either spelling: rope_theta + rope_scaling, or rope_parameters."""
-    params = r.get("rope_parameters") or r.get("rope_scaling") or {}
-    if not isinstance(params, Mapping):
-        raise ModelError(f"rope_scaling={params!r}: must be a table; check config.json")
-    p = _Reader(params, "rope_scaling")
-    theta = p.float("rope_theta", r.float("rope_theta", 10000.0))
-    kind = p.get("rope_type", p.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    original = p.int("original_max_position_embeddings", r.int("max_position_embeddings"))
-    attention = p.get("attention_factor")
-    return theta, RopeScaling(
-        kind=str(kind),
-        factor=p.float("factor"),
-        original_len=original,
-        low_freq_factor=p.float("low_freq_factor", 1.0),
-        high_freq_factor=p.float("high_freq_factor", 4.0),
-        beta_fast=p.float("beta_fast", 32.0),
-        beta_slow=p.float("beta_slow", 1.0),
-        attention_factor=0.0 if attention is None else p.float("attention_factor"),
-        truncate=p.bool("truncate", True),
-    )
-
-
-def _hf_common(r: _Reader, family: str) -> dict[str, Any]:
-    """The fields that every rotary, gated family spells alike."""
-    num_heads, d_model = r.int("num_attention_heads"), r.int("hidden_size")
-    _check("num_attention_heads", num_heads, 1, _LIMITS["num_heads"])
-    theta, scaling = _hf_rope(r)
-    bos = _token_ids(r.get("bos_token_id"), "bos_token_id")
-    return dict(
-        family=family,
-        num_layers=r.int("num_hidden_layers"),
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=r.int("num_key_value_heads", num_heads),
-        head_dim=r.int("head_dim", d_model // num_heads),
-        d_mlp=r.int("intermediate_size"),
-        vocab_size=r.int("vocab_size"),
-        max_model_len=r.int("max_position_embeddings"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=r.float("rms_norm_eps", 1e-6),
-        activation=r.activation("silu"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(r.get("eos_token_id"), "eos_token_id"),
-    )
-
-
-def _hf_llama(r: _Reader) -> ModelConfig:
-    bias = r.bool("attention_bias", False)
-    return ModelConfig(
-        **_hf_common(r, "llama"),
-        tie_embeddings=r.bool("tie_word_embeddings", False),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=r.bool("mlp_bias", False),
-    )
-
-
-def _hf_smollm3(r: _Reader) -> ModelConfig:
-    """SmolLM3: a Llama of which every fourth layer has no positions at all."""
-    common = _hf_common(r, "llama")
-    bias = r.bool("attention_bias", False)
-    pattern = r.get("no_rope_layers")
-    if pattern is None:
-        every = r.int("no_rope_layer_interval", 4)
-        _check("no_rope_layer_interval", every, 1, _LIMITS["num_layers"])
-        _check("num_layers", common["num_layers"], 1, _LIMITS["num_layers"])
-        pattern = [(layer + 1) % every != 0 for layer in range(common["num_layers"])]
-    if not isinstance(pattern, list) or any(v not in (0, 1) for v in pattern):
-        raise ModelError(f"no_rope_layers={pattern!r}: must be a list of 0 and 1; check config.json")
-    return ModelConfig(
-        **common,
-        tie_embeddings=r.bool("tie_word_embeddings", True),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=r.bool("mlp_bias", False),
-        rope_layers=tuple(bool(v) for v in pattern),
-    )
-
-
-def _gguf_vocab(r: _Reader) -> int:
-    tokens = r.values.get("tokenizer.ggml.tokens")
-    return r.int("vocab_size", len(tokens) if isinstance(tokens, list) else None)
-
-
-def _gguf_eos(r: _Reader) -> tuple[int, ...]:
-    """End of text and, where the file names one, end of turn."""
-    found: dict[int, None] = {}
-    for key in ("eos", "eot", "eom"):
-        name = f"tokenizer.ggml.{key}_token_id"
-        found.update(dict.fromkeys(_token_ids(r.values.get(name), name)))
-    return tuple(found)
-
-
-def _gguf_rope_scaling(r: _Reader) -> RopeScaling | None:
-    kind = r.get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    return RopeScaling(
-        kind=str(kind),
-        factor=r.float("rope.scaling.factor"),
-        original_len=r.int("rope.scaling.original_context_length", r.int("context_length")),
-        attention_factor=r.float("rope.scaling.attn_factor", 0.0),
-    )
-
-
-def _gguf_common(r: _Reader, family: str) -> dict[str, Any]:
-    num_heads, d_model = r.int("attention.head_count"), r.int("embedding_length")
-    _check("attention.head_count", num_heads, 1, _LIMITS["num_heads"])
-    head_dim = r.int("attention.key_length", d_model // num_heads)
-    if r.int("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(
-            f"{r.prefix}rope.dimension_count={r.int('rope.dimension_count')}: must equal the head dim "
-            f"({head_dim}); partly rotated heads are not supported"
-        )
-    bos = _token_ids(r.values.get("tokenizer.ggml.bos_token_id"), "tokenizer.ggml.bos_token_id")
-    return dict(
-        family=family,
-        num_layers=r.int("block_count"),
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=r.int("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        d_mlp=r.int("feed_forward_length"),
-        vocab_size=_gguf_vocab(r),
-        max_model_len=r.int("context_length"),
-        rope_theta=r.float("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope_scaling(r),
-        norm_eps=r.float("attention.layer_norm_rms_epsilon"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_gguf_eos(r),
-    )
-
-
-def _gguf_llama(r: _Reader) -> ModelConfig:
-    if r.int("expert_count", 0):
-        raise ModelError(f"llama.expert_count={r.int('expert_count')}: mixtures of experts are not supported")
-    # GGUF has no key for tying: the file leaves the output matrix out. weights.py looks.
-    return ModelConfig(**_gguf_common(r, "llama"), tie_embeddings=True)
-
-
-_HF: dict[str, Callable[[_Reader], ModelConfig]] = {"llama": _hf_llama, "smollm3": _hf_smollm3}
-_GGUF: dict[str, Callable[[_Reader], ModelConfig]] = {"llama": _gguf_llama}

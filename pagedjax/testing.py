@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,3 +91,23 @@ def tiny_model(seed: int = 0, dtype: str = "float32", **changes: Any) -> LoadedM
     config = tiny_config(**changes)
     params = jax.tree.map(jax.device_put, tiny_params(config, seed, dtype))
     return LoadedModel("tiny", config, params, ByteTokenizer(), "")
+
+
+def seeded_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 tensors that depend on nothing but their names, shapes and the seed.
+
+    Vectors whose name says norm are scales around 1 (their biases around 0), all others are drawn with a
+    standard deviation of 1.2 / sqrt(last axis), so that a few layers keep signals of order one.
+    """
+    out = {}
+    for name, shape in shapes.items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = rng.standard_normal(shape, np.float32)
+        if len(shape) > 1:
+            values *= np.float32(1.2 / math.sqrt(shape[-1]))
+        else:
+            values *= np.float32(0.2)
+            if name.endswith("weight"):
+                values += np.float32(1)
+        out[name] = values
+    return out

@@ -22,7 +22,8 @@ HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"
 MAY_IMPORT = {
     "pagedjax.cache": CACHE | {"numpy", "cbor2", "xxhash"},
     "pagedjax.config": {"numpy"},
-    "pagedjax.model_config": {"numpy"},
+    "pagedjax.model_config": {"numpy", "pagedjax.family_configs"},
+    "pagedjax.family_configs": SETTINGS | {"numpy"},
     "pagedjax.tokenizer": SETTINGS | {"numpy", "tokenizers", "jinja2"},
     "pagedjax.text_stream": HOST | {"numpy"},
     "pagedjax.request": CACHE | SETTINGS | {"numpy"},

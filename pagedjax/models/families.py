@@ -7,7 +7,9 @@ half a head apart, a one that is left out of norm scales.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pagedjax.model_config import ModelConfig, ModelError
 from pagedjax.models.decoder import layer_name
@@ -53,6 +55,7 @@ class Names:
         norm_add: Norm scales are stored less this number.
         position_skip: Rows in front of the learned positions that no token uses.
         ignored: Tensors that carry nothing for the decoder, as endings of their names.
+        optional_prefix: In front of every name but lm_head's, in some files of the family.
     """
 
     embed: str
@@ -74,7 +77,8 @@ class Names:
     adjacent_pairs: bool = False
     norm_add: float = 0.0
     position_skip: int = 0
-    ignored: tuple[str, ...] = field(default=())
+    ignored: tuple[str, ...] = ()
+    optional_prefix: str = ""
 
 
 _LLAMA_HF = Names(
@@ -105,20 +109,76 @@ _LLAMA_GGUF = Names(
     ignored=("rope_freqs.weight",),
 )
 
+_QK_NORMS_HF: dict[str, Any] = dict(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_GEMMA_HF: dict[str, Any] = dict(
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norm_add=1.0,
+)
+_GPT2_HF = Names(
+    embed="wte",
+    position_embed="wpe",
+    layer="h.{l}.",
+    attn_norm="ln_1",
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    final_norm="ln_f",
+    lm_head="lm_head",
+    transpose=False,
+    ignored=(".attn.bias", ".attn.masked_bias"),
+    optional_prefix="transformer.",
+)
+_OPT_HF = Names(
+    embed="decoder.embed_tokens",
+    position_embed="decoder.embed_positions",
+    position_skip=2,
+    layer="decoder.layers.{l}.",
+    attn_norm="self_attn_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+    final_norm="decoder.final_layer_norm",
+    lm_head="lm_head",
+    optional_prefix="model.",
+)
+
+# Mistral and SmolLM2/3 spell theirs as Llama does, and so do Qwen2 and Qwen3 with what they add; only the
+# GGUF files of the two pair rotary dimensions half a head apart.
 NAMES: dict[tuple[str, str], Names] = {
-    ("hf", "llama"): _LLAMA_HF,
+    ("hf", "llama"): replace(_LLAMA_HF, **_QK_NORMS_HF),
+    ("hf", "phi3"): replace(_LLAMA_HF, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    ("hf", "gemma2"): replace(_LLAMA_HF, **_GEMMA_HF),
+    ("hf", "gemma3"): replace(_LLAMA_HF, **_GEMMA_HF, **_QK_NORMS_HF),
+    ("hf", "gpt2"): _GPT2_HF,
+    ("hf", "opt"): _OPT_HF,
     ("gguf", "llama"): _LLAMA_GGUF,
+    ("gguf", "qwen"): replace(_LLAMA_GGUF, adjacent_pairs=False, q_norm="attn_q_norm", k_norm="attn_k_norm"),
 }
 
 
-def names_for(file_format: str, family: str) -> Names:
+def names_for(file_format: str, family: str, tensors: Iterable[str] = ()) -> Names:
     """The row of `NAMES` for a format ("hf" or "gguf") and a family.
 
+    Args:
+        file_format, family: Which row.
+        tensors: Names in the file, which say whether it uses the family's optional prefix.
+
     Raises:
-        ModelError: There is none.
+        ModelError: There is no such row.
     """
     try:
-        return NAMES[file_format, family]
+        names = NAMES[file_format, family]
+        prefix = names.optional_prefix
+        if not prefix or not any(name.startswith(prefix) for name in tensors):
+            return names
+        outside = ("embed", "position_embed", "layer", "final_norm")
+        return replace(names, **{key: prefix + str(getattr(names, key)) for key in outside})
     except KeyError:
         have = ", ".join(sorted(f for fmt, f in NAMES if fmt == file_format))
         raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}") from None

@@ -191,7 +191,7 @@ def _read(
     report: Progress | None,
     sharding: ShardingRule | None,
 ) -> Params:
-    names = names_for(file_format, config.family)
+    names = names_for(file_format, config.family, file.tensors)
     leaves = leaves_of(config, names, tied=config.tie_embeddings)
     check_tensors(file, leaves, names, tied=config.tie_embeddings)
     total = sum(math.prod(leaf.shape) for leaf in leaves) * numpy_dtype(dtype).itemsize

@@ -1,0 +1,85 @@
+"""Every family against frozen logits of the reference implementation (tests/parity makes and checks them)."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from pagedjax.models import load_model, make_decoder
+from pagedjax.testing import seeded_tensors
+
+GOLDENS = json.loads((Path(__file__).parent / "families.json").read_text())
+
+
+def _load(folder, golden, rename=lambda name: name):
+    tensors = seeded_tensors({n: tuple(s) for n, s in golden["shapes"].items()})
+    save_file({rename(n): w for n, w in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(golden["config"]))
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    return load_model(folder, progress=False)
+
+
+def _dense_logits(loaded, ids):
+    """The decoder with attention by numpy over the whole text; the paged one is judged elsewhere."""
+    config = loaded.config
+    decoder = nnx.merge(make_decoder(config), loaded.params)
+    ages = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
+
+    def attend(layer, q, k, v, kv):
+        q, k, v = (np.asarray(x) for x in (q, k, v))
+        k, v = (np.repeat(x, config.num_groups, axis=1) for x in (k, v))
+        scores = np.einsum("qnh,knh->nqk", q, k) * config.attention_scale
+        if config.attn_soft_cap:
+            scores = config.attn_soft_cap * np.tanh(scores / config.attn_soft_cap)
+        scores[:, (ages < 0) | (ages >= (config.window(layer) or len(ids)))] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return jnp.asarray(np.einsum("nqk,knh->qnh", weights, v)), kv
+
+    hidden, _ = decoder(jnp.asarray(ids), jnp.arange(len(ids)), None, attend)
+    return np.asarray(decoder.logits(hidden))
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_frozen_logits(tmp_path, name):
+    golden = GOLDENS[name]
+    loaded = _load(tmp_path, golden)
+    ids = golden["ids"]
+    got = _dense_logits(loaded, ids)
+    for at, row in golden["rows"].items():
+        np.testing.assert_allclose(got[int(at)], row, atol=1e-4 * np.abs(row).max(), rtol=0)
+    prompt = len(ids) - 32
+    assert got[prompt - 1 : -1].argmax(-1).tolist() == ids[prompt:]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_names_without_the_outer_prefix(tmp_path, name, prefix):
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    a = _load(tmp_path / "with", GOLDENS[name])
+    b = _load(tmp_path / "without", GOLDENS[name], lambda n: n.removeprefix(prefix))
+    np.testing.assert_array_equal(a.params["embed"], b.params["embed"])
+    np.testing.assert_array_equal(a.params["position_embed"], b.params["position_embed"])
+
+
+def test_windows_and_positions_of_each_family(tmp_path):
+    """The pattern that the config's own words ask for, layer by layer."""
+    from pagedjax.model_config import ModelConfig
+
+    def pattern(name):
+        config = ModelConfig.from_hf(GOLDENS[name]["config"])
+        layers = range(config.num_layers)
+        return [config.window(i) for i in layers], [config.uses_rope(i) for i in layers]
+
+    assert pattern("llama3") == ([None] * 4, [True] * 4)
+    assert pattern("smollm3") == ([None] * 4, [True, False, True, False])
+    assert pattern("mistral") == ([7] * 4, [True] * 4)
+    assert pattern("qwen2_windows") == ([None, None, 5, 5], [True] * 4)
+    assert pattern("gemma2") == ([6, None, 6, None], [True] * 4)
+    assert pattern("gemma3") == ([6, 6, 6, 6, 6, None, 6], [True] * 7)
+    assert pattern("opt") == ([None] * 4, [False] * 4)

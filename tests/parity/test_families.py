@@ -1,0 +1,210 @@
+"""Tiny random checkpoints of every family, made with transformers: equal logits and greedy tokens.
+
+Run as a program it freezes the goldens that keep the default suite free of torch:
+    python tests/parity/test_families.py tests/models/families.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.parity
+
+GOLDENS = Path(__file__).resolve().parent.parent / "models" / "families.json"
+PROMPT, STEPS, VOCAB = 24, 32, 96
+
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_ROPE = dict(rope_type="default", rope_theta=10000.0)
+
+# Each row: model_type and what differs from the common sizes.
+FAMILIES = {
+    "llama2": ("llama", dict(tie_word_embeddings=False, rope_parameters=_ROPE)),
+    "llama3": (
+        "llama",
+        dict(
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
+    "llama_linear": (
+        "llama",
+        dict(attention_bias=True, mlp_bias=True, rope_parameters=dict(_ROPE, rope_type="linear", factor=4.0)),
+    ),
+    "llama_yarn": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                _ROPE, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16.0
+            )
+        ),
+    ),
+    "smollm3": (
+        "smollm3",
+        dict(
+            tie_word_embeddings=True,
+            no_rope_layer_interval=2,
+            rope_parameters=_ROPE,
+            use_sliding_window=False,
+        ),
+    ),
+    "mistral": ("mistral", dict(sliding_window=7, head_dim=16, rope_parameters=_ROPE)),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True, rope_parameters=_ROPE)),
+    "qwen2_windows": (
+        "qwen2",
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, rope_parameters=_ROPE),
+    ),
+    "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=_ROPE)),
+    "phi3": ("phi3", dict(sliding_window=9, rope_parameters=_ROPE)),
+    "gemma2": (
+        "gemma2",
+        dict(
+            head_dim=16,
+            sliding_window=6,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=8.0,
+            rope_parameters=_ROPE,
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(
+            head_dim=16,
+            num_hidden_layers=7,
+            sliding_window=6,
+            query_pre_attn_scalar=24,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=2.0),
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            ),
+        ),
+    ),
+    "gpt2": ("gpt2", dict(n_embd=32, n_head=4, n_layer=3, n_positions=128)),
+    "opt": ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
+}
+
+
+def _build(torch, name):
+    """The transformers model with seeded weights, eager attention, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pagedjax.testing import seeded_tensors
+
+    kind, changes = FAMILIES[name]
+    config = AutoConfig.for_model(kind, **(_COMMON | changes))
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+    tied = model.config.tie_word_embeddings
+    shapes = {n: tuple(t.shape) for n, t in state.items() if not (tied and n == "lm_head.weight")}
+    tensors = seeded_tensors(shapes)
+    missing, unexpected = model.load_state_dict(
+        {n: torch.tensor(w) for n, w in tensors.items()}, strict=False
+    )
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    raw = json.loads(config.to_json_string(use_diff=False))
+    keep = {k: v for k, v in raw.items() if isinstance(v, (int, float, str, bool, list, dict)) or v is None}
+    return (
+        model,
+        {k: keep[k] for k in sorted(keep) if k not in ("transformers_version", "id2label", "label2id")},
+        tensors,
+    )
+
+
+def _golden(torch, name):
+    """Greedy continuation of a fixed prompt, and the logits of every position."""
+    model, config, tensors = _build(torch, name)
+    prompt = np.random.default_rng(7).integers(3, VOCAB, PROMPT).tolist()
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(STEPS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        logits = model(torch.tensor([ids])).logits[0].numpy()
+    return config, tensors, ids, logits
+
+
+@pytest.fixture(scope="module")
+def goldens():
+    return json.loads(GOLDENS.read_text())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_goldens_are_what_transformers_says_now(torch, goldens, name):
+    config, tensors, ids, logits = _golden(torch, name)
+    frozen = goldens[name]
+    assert frozen["ids"] == ids
+    assert {n: tuple(s) for n, s in frozen["shapes"].items()} == {n: w.shape for n, w in tensors.items()}
+    for at, row in frozen["rows"].items():
+        np.testing.assert_allclose(row, logits[int(at)], atol=1e-5 * np.abs(logits).max(), rtol=0)
+    assert frozen["config"] == config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefill_chunks_decode_and_batches_equal_transformers(torch, name, tmp_path):
+    """Alone and in a ragged batch; every row within 1e-4 of its largest logit, greedy tokens equal."""
+    from judges import PagedModel
+    from safetensors.numpy import save_file
+    from tokenizers import Tokenizer, models
+
+    from pagedjax.models import load_model
+
+    config, tensors, ids, want = _golden(torch, name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    loaded = load_model(tmp_path, progress=False)
+    size = dict(tokens=64, seqs=4, width=16)
+    alone = PagedModel(loaded.config, loaded.params, **size).feed({"s": ids})["s"]
+    model = PagedModel(loaded.config, loaded.params, **size)
+    other = np.random.default_rng(9).integers(3, VOCAB, 40).tolist()
+    parts = [model.feed({"s": ids[:11]})["s"]]
+    parts.append(model.feed({"s": ids[11:PROMPT], "t": other[:9]})["s"])
+    for i in range(PROMPT, len(ids)):
+        # Decode beside another sequence's chunk, then beside its decode.
+        rest = other[model.lens["t"] :][: 5 if i < PROMPT + 3 else 1]
+        parts.append(model.feed({"s": ids[i : i + 1]} | ({"t": rest} if rest else {}))["s"])
+    for got in (alone, np.concatenate(parts)):
+        limit = 1e-4 * np.abs(want).max(axis=-1)
+        assert (np.abs(got - want).max(axis=-1) <= limit).all()
+        assert got[PROMPT - 1 : -1].argmax(-1).tolist() == ids[PROMPT:]
+
+
+def _freeze(path):
+    import torch
+
+    out = {}
+    for name in FAMILIES:
+        config, tensors, ids, logits = _golden(torch, name)
+        rows = {str(at): [float(f"{v:.7g}") for v in logits[at]] for at in (0, PROMPT - 1, len(ids) - 1)}
+        out[name] = dict(
+            config=config, shapes={n: list(w.shape) for n, w in tensors.items()}, ids=ids, rows=rows
+        )
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in out.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    _freeze(Path(sys.argv[1]))

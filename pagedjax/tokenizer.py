@@ -245,8 +245,12 @@ def _parse_tokenizer(raw: bytes, name: str) -> Any:
         return RustTokenizer.from_buffer(raw)
     except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
         raise ModelError(
-            f"{name}: {str(error)[:100]}: must be a `tokenizers` file; download it again"
+            f"{name}: {_first_line(error)}: must be a `tokenizers` file; download it again"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
 def _token_id(tokenizer: Any, token: Any) -> int | None:
@@ -265,7 +269,7 @@ def _template_text(template: Any) -> str:
 
 # ---- from GGUF metadata ----------------------------------------------------------------------------------
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -285,11 +289,16 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> HFTokenizer:
         raise ModelError(
             "tokenizer.ggml.tokens: must list the vocabulary; this GGUF file carries no tokenizer"
         )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ModelError("tokenizer.ggml.tokens: a token comes twice; download the file again")
     if model == "gpt2":
-        tokenizer = _byte_level(metadata, tokens)
+        tokenizer = _byte_level(metadata, vocab)
+    elif model == "llama":
+        tokenizer = _sentence_pieces(metadata, vocab)
     else:
         raise ModelError(
-            f"tokenizer.ggml.model={model!r}: can rebuild gpt2; use a folder with tokenizer.json"
+            f"tokenizer.ggml.model={model!r}: can rebuild gpt2 and llama; use a folder with tokenizer.json"
         )
     _mark_special(tokenizer, metadata, tokens)
     ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
@@ -306,7 +315,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> HFTokenizer:
     )
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Any:
     """Byte-level BPE: what to split before merging goes by the name in tokenizer.ggml.pre."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
@@ -339,18 +348,64 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
         raise ModelError(
             f"tokenizer.ggml.pre={pre!r}: must be one of {', '.join(splits)}; use tokenizer.json"
         )
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise ModelError("tokenizer.ggml.tokens: a token comes twice; download the file again")
     whole_words = splits[pre] is splits["llama-bpe"]
     try:
         tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words))
     except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
-        raise ModelError(f"tokenizer.ggml.merges: {str(error)[:100]}: must be made of the tokens") from error
+        raise ModelError(
+            f"tokenizer.ggml.merges: {_first_line(error)}: must be made of the tokens"
+        ) from error
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splits[pre]
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _one_per_token(metadata: Mapping[str, Any], key: str, kind: Any, vocab: dict[str, int]) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if (
+        not isinstance(values, list)
+        or len(values) != len(vocab)
+        or not all(isinstance(v, kind) and v == v for v in values)
+    ):
+        raise ModelError(f"tokenizer.ggml.{key}: must be one number per token; download the file again")
+    return values
+
+
+def _sentence_pieces(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Any:
+    """SentencePiece BPE as merges: any two pieces whose join is a piece, best-scored join first."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, normalizers
+
+    scores = _one_per_token(metadata, "scores", (int, float), vocab)
+    kinds = _one_per_token(metadata, "token_type", int, vocab)
+    joins = []
+    for piece, i in vocab.items():
+        if kinds[i] != _NORMAL:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
+            if left is not None and right is not None:
+                joins.append((-scores[i], i, left, right, piece[:cut], piece[cut:]))
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    names = list(vocab)
+    if type(unknown) is not int or not 0 <= unknown < len(names):
+        raise ModelError(f"tokenizer.ggml.unknown_token_id={unknown!r}: must be an id below {len(names)}")
+    tokenizer = RustTokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(left, right) for *_, left, right in sorted(joins)],
+            unk_token=names[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = [normalizers.Prepend("\u2581")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 

@@ -1,6 +1,8 @@
 """Tokenizers: bytes, tokenizer.json, GGUF metadata, and chat templates in their sandbox."""
 
+import itertools
 import json
+import struct
 
 import pytest
 from hypothesis import given
@@ -186,3 +188,86 @@ def test_no_template_says_so():
     tok = HFTokenizer(Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match="no chat template"):
         tok.apply_chat([])
+
+
+# ---- SentencePiece vocabularies in GGUF files ----
+
+
+def _pieces(path):
+    """(piece, score) of a llama2.c tokenizer file."""
+    raw, out, at = path.read_bytes(), [], 4
+    while at < len(raw):
+        score, length = struct.unpack_from("<fi", raw, at)
+        out.append((raw[at + 8 : at + 8 + length].decode(), score))
+        at += 8 + length
+    return out
+
+
+def _spm_metadata(pieces):
+    """As a GGUF file would hold them: unknown, controls, bytes, then pieces with U+2581 for spaces."""
+    tokens = [p.replace(" ", "\u2581") for p, _ in pieces]
+    tokens[:3] = ["<unk>", "<s>", "</s>"]
+    tokens[3:259] = [f"<0x{b:02X}>" for b in range(256)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [s for _, s in pieces],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def _merge_best(text, pieces):
+    """The slow, obvious encoder: start from characters, join the best-scored neighbours until none join."""
+    vocab = {p: i for i, (p, _) in enumerate(pieces) if i >= 259}
+    parts = list(" " + text) if text else []
+    while True:
+        best = max(
+            (
+                (pieces[vocab[a + b]][1], -i)
+                for i, (a, b) in enumerate(itertools.pairwise(parts))
+                if a + b in vocab
+            ),
+            default=None,
+        )
+        if best is None:
+            break
+        i = -best[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return [i for p in parts for i in ([vocab[p]] if p in vocab else [b + 3 for b in p.encode()])]
+
+
+def test_sentence_pieces_equal_the_slow_encoder(data_dir):
+    pieces = _pieces(data_dir / "data" / "models" / "tok512.bin")
+    tok = tokenizer_from_gguf(_spm_metadata(pieces))
+    golden = (data_dir / "data" / "models" / "stories260K_greedy_expected.txt").read_text()
+    texts = [golden.strip(), "Lily's dog", "  two  spaces", "naïve 東京 🙂", "tab\tnewline\n", "x", ""]
+    for text in texts:
+        ids = tok.encode(text, add_special=False)
+        assert ids == _merge_best(text, pieces), text
+        assert tok.decode(ids) == text
+    assert tok.encode("x")[0] == 1 and tok.eos_token_ids == (2,)
+    assert tok.decode([1, *tok.encode("Once", add_special=False), 2]) == "Once"
+    plain = tokenizer_from_gguf(_spm_metadata(pieces) | {"tokenizer.ggml.add_space_prefix": False})
+    assert plain.decode(plain.encode("Once upon", add_special=False)) == "Once upon"
+    ids = json.loads((data_dir / "data" / "models" / "stories260K_greedy_ids.json").read_text())["greedy_ids"]
+    assert tok.decode(ids).strip() == golden.strip()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"tokenizer.ggml.scores": None}, "scores"),
+        ({"tokenizer.ggml.scores": [float("nan")] * 262}, "scores"),
+        ({"tokenizer.ggml.token_type": ["x"] * 262}, "token_type"),
+        ({"tokenizer.ggml.unknown_token_id": 1 << 40}, "unknown_token_id"),
+    ],
+)
+def test_bad_sentence_pieces_are_named(change, names):
+    pieces = [(f"t{i}", 0.0) for i in range(259)] + [("a", -1.0), ("b", -2.0), ("ab", -3.0)]
+    good = _spm_metadata(pieces)
+    assert tokenizer_from_gguf(good).encode("ab") == [1, *[b + 3 for b in "\u2581".encode()], 261]
+    with pytest.raises(ModelError, match=names):
+        tokenizer_from_gguf(good | change)

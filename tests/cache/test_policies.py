@@ -1,0 +1,196 @@
+"""One suite over every eviction policy, then what is particular to each."""
+
+import random
+
+import pytest
+
+from pagedjax.cache import POLICIES, Hints
+from pagedjax.cache.policies import Belady, CostAware, Retention, make_policy
+
+NAMES = sorted(POLICIES)
+PLAIN = Hints()
+
+
+def _make(name, n=16):
+    return Belady(n, {}) if name == "belady" else make_policy(name, n)
+
+
+def _put(policy, blocks, first=0, hints=PLAIN, now=0.0):
+    policy.insert(blocks, [b"key%d" % b for b in blocks], first, hints, now)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_names_each_evictable_block_once(name):
+    """Random histories against the plain set of evictable blocks."""
+    rng = random.Random(name)
+    policy = _make(name, 30)
+    used, idle, blank, fresh = set(), set(), set(range(1, 30)), 0
+    for now in range(800):
+        action = rng.randrange(4)
+        if action == 0 and blank:
+            blocks = rng.sample(sorted(blank), rng.randrange(1, min(len(blank), 5) + 1))
+            fresh += len(blocks)
+            keys = [b"%d" % rng.randrange(60) for _ in blocks]
+            policy.insert(
+                blocks, keys, rng.randrange(4), Hints(priority=rng.randrange(3), ttl_s=5.0), float(now)
+            )
+            blank.difference_update(blocks)
+            used.update(blocks)
+        elif action == 1 and used:
+            blocks = rng.sample(sorted(used), rng.randrange(1, len(used) + 1))
+            policy.release(blocks, float(now))
+            used.difference_update(blocks)
+            idle.update(blocks)
+        elif action == 2 and idle | used:
+            blocks = rng.sample(sorted(idle | used), rng.randrange(1, min(len(idle | used), 6) + 1))
+            policy.hit(blocks, [b for b in blocks if b in idle], 0, PLAIN, float(now))
+            idle.difference_update(blocks)
+            used.update(blocks)
+        elif action == 3 and idle:
+            count = rng.randrange(1, len(idle) + 1)
+            victims = policy.victim(count, float(now))
+            assert len(victims) == count == len(set(victims)) and set(victims) <= idle
+            assert policy.victim(count, float(now)) == victims  # asked again, the same answer
+            policy.remove(victims)
+            idle.difference_update(victims)
+            blank.update(victims)
+        assert sorted(policy.evictable()) == sorted(idle)
+    assert fresh > 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_equals_the_tail_of_a_sequence_goes_first(name):
+    policy = _make(name)
+    _put(policy, [1, 2, 3])
+    policy.release([3, 2, 1], 1.0)
+    if name == "cost":  # deeper blocks cost more to recompute: they are not equal
+        assert policy.victim(3, 1.0) == [1, 2, 3]
+    else:
+        assert policy.victim(3, 1.0) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "belady"])
+def test_every_policy_drives_a_manager(drive, name):
+    d, rng = drive(usable=12, policy=name), random.Random(name)
+    stems = [[rng.randrange(99) for _ in range(12)] for _ in range(4)]
+    hits = sum(d.send([*rng.choice(stems), rng.randrange(99)]) for _ in range(150))
+    assert hits > 0 and d.m.stats.evictions > 0
+
+
+def _three(policy):
+    for b in (1, 2, 3):
+        _put(policy, [b], now=float(b))
+    policy.release([1, 2, 3], 4.0)
+
+
+def test_lru_goes_by_release_and_fifo_by_arrival():
+    for name, order in (("lru", [2, 3, 1]), ("fifo", [1, 2, 3])):
+        policy = _make(name)
+        _three(policy)
+        policy.hit([1], [1], 0, PLAIN, 5.0)
+        policy.release([1], 6.0)
+        assert policy.victim(3, 7.0) == order
+
+
+def test_lfu_counts_hits_of_blocks_in_use_too():
+    policy = _make("lfu")
+    for b in (1, 2, 3):
+        _put(policy, [b])
+    policy.hit([1], [], 0, PLAIN, 1.0)
+    policy.release([1, 2, 3], 2.0)
+    assert policy.victim(3, 2.0) == [2, 3, 1]
+
+
+def test_slru_protects_what_was_hit_up_to_its_share():
+    policy = make_policy(lambda n: __import__("pagedjax.cache.policies", fromlist=["SLRU"]).SLRU(n, 0.1), 21)
+    for b in (1, 2, 3, 4):
+        _put(policy, [b])
+    policy.release([1, 2, 3, 4], 0.0)
+    for b in (1, 2, 3):  # two places are protected: the first one hit falls back
+        policy.hit([b], [b], 0, PLAIN, 1.0)
+        policy.release([b], 2.0)
+    assert policy.victim(4, 3.0) == [4, 1, 2, 3]
+
+
+def test_s3fifo_lets_one_hit_wonders_go_and_remembers_ghosts():
+    policy = _make("s3fifo", 11)
+    for b in (1, 2, 3):
+        _put(policy, [b])
+    policy.release([1, 2, 3], 0.0)
+    for _ in range(2):
+        policy.hit([1], [1], 0, PLAIN, 0.0)
+        policy.release([1], 0.0)
+    assert policy.victim(2, 0.0) == [2, 3]  # 1 was hit twice: it moves to the main queue
+    policy.remove([2])
+    _put(policy, [2])  # the ghost remembers it: straight to the main queue
+    policy.release([2], 0.0)
+    _put(policy, [4])
+    policy.release([4], 0.0)
+    assert policy.victim(4, 0.0)[:2] == [3, 4]
+
+
+def test_cost_aware_keeps_what_is_dear_until_it_ages():
+    policy = CostAware(16, base_s=1.0, per_block_s=1.0)
+    _put(policy, [1], first=0)
+    _put(policy, [2], first=9)
+    policy.release([1, 2], 0.0)
+    assert policy.victim(2, 0.0) == [1, 2]
+    for _ in range(20):  # each eviction raises the age: in the end the dear one is the cheapest
+        policy.remove([policy.victim(1, 0.0)[0]])
+        _put(policy, [1], first=0)
+        policy.release([1], 0.0)
+        if 2 not in policy.evictable():
+            break
+    assert 2 not in policy.evictable()
+
+
+def test_retention_by_priority_until_it_expires():
+    policy = Retention(16)
+    _put(policy, [1], hints=Hints(priority=5, ttl_s=10.0), now=0.0)
+    _put(policy, [2])
+    _put(policy, [3], hints=Hints(priority=1))
+    policy.release([1, 2, 3], 1.0)
+    assert policy.victim(3, 1.0) == [2, 3, 1]
+    assert policy.victim(3, 10.0) == [2, 1, 3]  # 1 counts as priority 0 now, released with 2 but re-queued
+
+
+def test_retention_budget():
+    policy = Retention(11, pin_budget=0.2)
+    for b in (1, 2, 3):
+        _put(policy, [b], hints=Hints(priority=1))
+    policy.release([1, 2, 3], 1.0)
+    assert policy.victim(3, 1.0) == [3, 1, 2]  # two of ten blocks may be held up; the third came too late
+
+
+def test_belady_evicts_the_farthest_next_use():
+    policy = Belady(8, {b"key1": [1.0, 9.0], b"key2": [2.0, 5.0]})
+    for b in (1, 2, 3):
+        _put(policy, [b])
+    policy.release([1, 2, 3], 3.0)
+    assert policy.victim(3, 3.0) == [3, 1, 2]
+
+
+def test_belady_needs_to_know_the_future():
+    with pytest.raises(ValueError, match="policy=belady: has to know the future"):
+        make_policy("belady", 8)
+    with pytest.raises(ValueError, match="policy=mru: must be one of lru"):
+        make_policy("mru", 8)
+
+
+def test_belady_is_not_beaten_on_single_blocks(drive):
+    """One-block prompts: the setting in which it is optimal."""
+    rng = random.Random(3)
+    asked = [rng.choice([rng.randrange(4), rng.randrange(30)]) for _ in range(600)]
+    chains = {}
+    hits = {}
+    for name in NAMES:
+        d = drive(usable=8)
+        future = {}
+        for now, x in enumerate(asked):
+            chains[x] = d.chain([x] * 4 + [99])
+            future.setdefault(chains[x].digest(0), []).append(float(now))
+        d = drive(usable=8, policy=(lambda n, f=future: Belady(n, f)) if name == "belady" else name)
+        hits[name] = sum(
+            d.send(chains[x].tokens, now=float(now), hints=Hints()) for now, x in enumerate(asked)
+        )
+    assert max(hits, key=hits.get) == "belady" and hits["belady"] > hits["fifo"] > 0

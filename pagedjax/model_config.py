@@ -67,6 +67,19 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV blocks live equally long: one pool and one block table serve them.
+
+    Attributes:
+        window: Keys a query sees, its own included; None is all.
+        layers: Indices of the layers, rising.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and switches of one decoder; hashable, so it can be static under jit.
 
@@ -176,6 +189,15 @@ class ModelConfig:
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer rotates its queries and keys."""
         return self.positions == "rope" and (self.rope_layers[layer] if self.rope_layers else True)
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """Layers by window, those that see everything first, then in order of their first layer."""
+        by_window: dict[int | None, list[int]] = {}
+        for layer in range(self.num_layers):
+            by_window.setdefault(self.window(layer), []).append(layer)
+        order = sorted(by_window, key=lambda window: window is not None)
+        return tuple(LayerGroup(window, tuple(by_window[window])) for window in order)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token keeps over all layers.

@@ -12,7 +12,7 @@ costs tens of milliseconds per call on the host; a dict of arrays costs a fracti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,7 @@ def abstract_params(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> 
     return nnx.to_pure_dict(nnx.split(Decoder(config, jnp.dtype(dtype)))[1])
 
 
+@overload
 def forward(
     graphdef: nnx.GraphDef,
     params: Params,
@@ -145,8 +146,33 @@ def forward(
     pool: KVPool,
     ragged: RaggedBatch,
     *,
+    implementation: str | Sequence[str] | None = ...,
+) -> tuple[Array, KVPool]: ...
+
+
+@overload
+def forward(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    pool: tuple[KVPool, ...],
+    ragged: tuple[RaggedBatch, ...],
+    *,
+    implementation: str | Sequence[str] | None = ...,
+) -> tuple[Array, tuple[KVPool, ...]]: ...
+
+
+def forward(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    pool: KVPool | tuple[KVPool, ...],
+    ragged: RaggedBatch | tuple[RaggedBatch, ...],
+    *,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Array, KVPool]:
+) -> tuple[Array, KVPool | tuple[KVPool, ...]]:
     """One step over a ragged batch: write this step's keys and values, attend over the paged past.
 
     Args:
@@ -154,31 +180,52 @@ def forward(
         params: Plain nested dict of arrays (`abstract_params` gives the shapes).
         tokens: i32[T]; padding entries may be any id.
         positions: i32[T], 0-based position of each token in its own sequence.
-        pool: KV blocks of all layers; donate it to the jitted step.
-        ragged: Where each token's KV goes and which blocks each sequence owns.
+        pool: KV blocks of all layers, or one pool per entry of `config.layer_groups`, each holding the
+            layers of its group; donate it to the jitted step.
+        ragged: Where each token's KV goes and which blocks each sequence owns; one per pool.
         implementation: Attention implementation, see `pagedjax.kernels.paged_attention`.
 
     Returns:
-        hidden f[T, D] after the final norm, and the pool with this step's rows written.
+        hidden f[T, D] after the final norm, and the pool or pools with this step's rows written.
+
+    Raises:
+        ValueError: As many pools are given as neither one nor the model's groups.
     """
     decoder: Decoder = nnx.merge(graphdef, params)
     config = decoder.config
+    pools: tuple[KVPool, ...] = (pool,) if isinstance(pool, KVPool) else pool
+    batches: tuple[RaggedBatch, ...] = (ragged,) if isinstance(ragged, RaggedBatch) else ragged
+    if isinstance(pool, KVPool) and isinstance(ragged, RaggedBatch):
+        place = {layer: (0, layer) for layer in range(config.num_layers)}
+    else:
+        groups = config.layer_groups
+        if not len(pools) == len(batches) == len(groups):
+            raise ValueError(
+                f"{len(pools)} pools, {len(batches)} batches: must be one per layer group ({len(groups)}), "
+                "or one pool and one batch for all layers"
+            )
+        place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
 
-    def attend(layer: int, q: Array, k: Array, v: Array, kv: KVPool) -> tuple[Array, KVPool]:
-        kv = write_kv(kv, layer, k, v, ragged.slot_mapping)
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, kv: tuple[KVPool, ...]
+    ) -> tuple[Array, tuple[KVPool, ...]]:
+        group, index = place[layer]
+        batch = batches[group]
+        written = write_kv(kv[group], index, k, v, batch.slot_mapping)
         mixed = paged_attention(
             q,
-            kv,
-            layer,
-            ragged,
+            written,
+            index,
+            batch,
             scale=config.attention_scale,
             window=config.window(layer),
             soft_cap=config.attn_soft_cap or None,
             implementation=implementation,
         )
-        return mixed, kv
+        return mixed, (*kv[:group], written, *kv[group + 1 :])
 
-    return decoder(tokens, positions, pool, attend)
+    hidden, pools = decoder(tokens, positions, pools, attend)
+    return hidden, pools[0] if isinstance(pool, KVPool) else pools
 
 
 def logits(graphdef: nnx.GraphDef, params: Params, hidden: Array) -> Array:

@@ -177,8 +177,13 @@ def names_for(file_format: str, family: str, tensors: Iterable[str] = ()) -> Nam
         prefix = names.optional_prefix
         if not prefix or not any(name.startswith(prefix) for name in tensors):
             return names
-        outside = ("embed", "position_embed", "layer", "final_norm")
-        return replace(names, **{key: prefix + str(getattr(names, key)) for key in outside})
+        return replace(
+            names,
+            embed=prefix + names.embed,
+            position_embed=prefix + names.position_embed,
+            layer=prefix + names.layer,
+            final_norm=prefix + names.final_norm,
+        )
     except KeyError:
         have = ", ".join(sorted(f for fmt, f in NAMES if fmt == file_format))
         raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}") from None

@@ -122,3 +122,63 @@ def test_bfloat16_stays_bfloat16_and_logits_are_float32(judge):
     assert (hidden.dtype, out.dtype) == ("bfloat16", "float32")
     # Eight bits of mantissa through two layers.
     np.testing.assert_allclose(np.asarray(out)[:3], wide, atol=0.05 * np.abs(wide).max(), rtol=0)
+
+
+def test_layer_groups_have_pools_of_their_own(judge):
+    """Two pools of different sizes; blocks behind the window are given up and poisoned as the text grows."""
+    from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged
+    from pagedjax.models import forward, logits
+
+    config = tiny_config(num_layers=3, windows=(6, None, 6))
+    assert [(g.window, g.layers) for g in config.layer_groups] == [(None, (1,)), (6, (0, 2))]
+    params = tiny_params(config, seed=5)
+    ids = np.random.default_rng(2).integers(0, config.vocab_size, 29).tolist()
+    graphdef = make_decoder(config)
+
+    @jax.jit
+    def step(params, tokens, positions, pools, batches):
+        hidden, pools = forward(graphdef, params, tokens, positions, pools, batches)
+        return logits(graphdef, params, hidden), pools
+
+    sizes = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=4)
+    pools = (
+        make_pool(KVLayout(num_layers=1, num_blocks=9, **sizes), fill=np.nan),
+        make_pool(KVLayout(num_layers=2, num_blocks=6, **sizes), fill=np.nan),
+    )
+    full, windowed, free = list(range(8, 0, -1)), np.zeros((1, 8), np.int32), [4, 2, 5, 1, 3]
+    got, done = [], 0
+    for size in (4, 4, *[1] * 21):
+        end = done + size
+        for block in range(8):
+            if block * 4 >= end or windowed[0, block]:
+                continue
+            windowed[0, block] = free.pop(0) if block * 4 + 3 >= done else 0
+        for block in range(max(0, done + 1 - 6) // 4):  # wholly before the first key that this step sees
+            if gone := windowed[0, block]:
+                free.append(gone)
+                windowed[0, block] = 0
+                rows = np.array([gone, 6 + gone])
+                pools = (pools[0], KVPool(pools[1].data.at[rows].set(np.nan), pools[1].layout))
+        batches = tuple(
+            plan_ragged(
+                [size],
+                [end],
+                table,
+                block_size=4,
+                num_tokens_bucket=4,
+                num_seqs_bucket=1,
+                decode_bucket=1,
+                windows=(window,),
+            )
+            for table, window in ((np.int32([full]), None), (windowed, 6))
+        )
+        pad = [0] * (4 - size)
+        out, pools = step(
+            params, np.int32(ids[done:end] + pad), np.int32([*range(done, end), *pad]), pools, batches
+        )
+        got.append(np.asarray(out)[:size])
+        done = end
+    want = judge.forward(config, params, ids)
+    np.testing.assert_allclose(np.concatenate(got), want, atol=3e-5 * np.abs(want).max(), rtol=0)
+    with pytest.raises(ValueError, match=r"1 pools, 1 batches: must be one per layer group \(2\)"):
+        forward(graphdef, params, np.int32([0]), np.int32([0]), pools[:1], batches[:1])

@@ -12,8 +12,9 @@ from pagedjax.cache.block import BlockPool
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.events import EventLog, Resident
 from pagedjax.cache.eviction import EvictionPolicy
-from pagedjax.cache.groups import Group, KVGroup, common_hit
+from pagedjax.cache.groups import Group, KVGroup
 from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.match import Matcher, leading
 from pagedjax.cache.policies import make_policy
 from pagedjax.cache.prefix import PrefixIndex, TableIndex
 from pagedjax.cache.protocol import (
@@ -27,7 +28,8 @@ from pagedjax.cache.protocol import (
 )
 from pagedjax.cache.registry import make_index
 from pagedjax.cache.stats import CacheStats
-from pagedjax.cache.tier import HostTier, SwapEntry
+from pagedjax.cache.swap import SwapSpace
+from pagedjax.cache.tier import HostTier
 from pagedjax.cache.verified_index import VerifiedHashIndex
 
 
@@ -58,14 +60,6 @@ class _Seq:
     hit: Hit | None = None
     frontier: bytes | None = None
     copies: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Swapped:
-    """A sequence on the host: its state without tables, and what became of each block."""
-
-    state: _Seq
-    entries: list[list[SwapEntry]]
 
 
 class PagedManager:
@@ -132,7 +126,7 @@ class PagedManager:
         self._seqs: dict[int, _Seq] = {}
         self._pins: dict[tuple, list[list[int]]] = {}
         self._filling: dict[bytes, int] = {}  # digest -> running sequences that are computing it
-        self._swapped: dict[int, _Swapped] = {}
+        self._swapped: dict[int, _Seq] = {}
         self.events = events
         self._groups = [
             self._make_group(i, group, index if prefix_caching else "table", policy)
@@ -142,7 +136,9 @@ class PagedManager:
         self._tiers = [self._make_tier(i, host_blocks) for i in range(len(self._groups))]
         self._copies = PendingCopies(self._pools, self._tiers)
         self._host_blocks = host_blocks
-        self._one = self._groups[0] if len(self._groups) == 1 and self._groups[0].window is None else None
+        self._matcher = Matcher(self._groups, self._tiers, block_size, partial)
+        self._swap = SwapSpace(self._groups, self._tiers, self._copies, self.stats)
+        self._one = self._matcher.one
 
     def _make_group(self, number: int, spec: KVGroup, index: Any, policy: Any) -> Group:
         num_blocks = spec.num_blocks or self.num_blocks
@@ -186,9 +182,9 @@ class PagedManager:
 
     def peek(self, chain: TokenChain) -> int:
         """Tokens a `begin` would hit now; changes nothing."""
-        tables, tokens = self._match(chain, len(chain) - 1)
+        tables, tokens = self._matcher.match(chain, len(chain) - 1)
         if tokens % self.block_size == 0:
-            tokens += self._match_below(chain, tables, tokens, len(chain) - 1)[0]
+            tokens += self._matcher.below(chain, tables, tokens, len(chain) - 1)[0]
         return tokens
 
     def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
@@ -227,100 +223,24 @@ class PagedManager:
 
     def _look_up(self, state: _Seq, limit: int) -> Hit:
         chain = state.chain
-        state.tables, tokens = self._match(chain, limit)
+        state.tables, tokens = self._matcher.match(chain, limit)
         full = tokens // self.block_size
         state.computed = tokens
         state.indexed = full
         if self._host_blocks:  # what comes from the host has to be indexed again
-            state.indexed = min([_leading(table) for table in state.tables])
+            state.indexed = min([leading(table) for table in state.tables])
         if not self._groups[0].index.indexes:  # a table index matches to the token
             reason = MissReason.LAST_TOKEN if tokens == limit < len(chain) else MissReason.NO_MATCH
             return Hit(tokens, reason, tokens)
-        gain, sources, below = self._match_below(chain, state.tables, tokens, limit)
+        gain, sources, below = self._matcher.below(chain, state.tables, tokens, limit)
         if gain:
             state.partial = sources
             state.computed += gain
-        return Hit(tokens + gain, self._reason(chain, full, gain, below, limit), tokens + below)
-
-    def _match(self, chain: TokenChain, limit: int, *, host: bool = True) -> tuple[list[list[int]], int]:
-        """Resident blocks per group, and how many tokens of at most `limit` they hold.
-
-        With `host`, host slot h counts as resident and is written -1 - h until it is brought in.
-        """
-        if limit <= 0:
-            return [[] for _ in self._groups], 0
-        if self._one is not None:
-            blocks, tokens = self._one.index.lookup(chain, limit)
-            tier = self._tiers[0]
-            if host and len(tier) and tokens + self.block_size <= limit:
-                self._match_tier(chain, blocks, limit // self.block_size)
-                tokens = len(blocks) * self.block_size
-            return [blocks], tokens
-        count = limit // self.block_size
-        resident = [group.index.resident(chain, count) for group in self._groups]
-        for tier, blocks in zip(self._tiers, resident):
-            if host and len(tier):
-                digests = chain.digests(count)
-                blocks[:] = [b or -1 - tier.find(digests[i]) for i, b in enumerate(blocks)]
-        count = common_hit(self._groups, resident, count)
-        tables = []
-        for group, blocks in zip(self._groups, resident):
-            skip = group.first_needed(count * self.block_size)
-            tables.append([0] * min(skip, count) + blocks[skip:count])
-        return tables, count * self.block_size
-
-    def _match_tier(self, chain: TokenChain, blocks: list[int], count: int) -> None:
-        """Go on with what the host has."""
-        digests, tier = chain.digests(count), self._tiers[0]
-        resident: list[int] = []
-        for i in range(len(blocks), count):
-            slot = tier.find(digests[i])
-            if slot >= 0:
-                blocks.append(-1 - slot)
-                continue
-            resident = resident or self._groups[0].index.resident(chain, count)
-            if not resident[i]:
-                break
-            blocks.append(resident[i])
-
-    def _match_below(
-        self, chain: TokenChain, tables: list[list[int]], tokens: int, limit: int
-    ) -> tuple[int, list[tuple[int, int]], int]:
-        """(tokens to copy, a source per group, tokens that match) in the block after the hit."""
-        full = tokens // self.block_size
-        room = len(chain) - tokens
-        found = [group.index.below(chain, full, room) for group in self._groups]
-        below = min(shared for _, shared in found)
-        gain = min(below, limit - tokens)
-        if not self.partial or gain < self.partial:
-            return 0, [], below
-        if self._host_blocks and min([_leading(table) for table in tables]) < full:
-            return 0, [], below  # what follows a block from the host need not be reachable on the device
-        # The source must stay while it is copied: leave it a block outside the sequence's own.
-        if self.num_blocks_for(len(chain)) >= self.num_usable:
-            return 0, [], below
-        return gain, found, below
-
-    def _reason(self, chain: TokenChain, full: int, gain: int, below: int, limit: int) -> MissReason:
-        size = self.block_size
-        tokens = full * size + gain
-        if below >= min(size, len(chain) - full * size) and tokens >= limit // size * size:
-            return MissReason.LAST_TOKEN
-        if tokens == limit:
-            return MissReason.NONE
-        if full < chain.num_full_blocks:
-            digest = chain.digest(full)
-            if digest in self._filling:
-                return MissReason.SAME_STEP_TWIN
-            if any(digest in group.evicted for group in self._groups):
-                return MissReason.EVICTED
-        if below > gain:
-            return MissReason.BELOW_BLOCK_FLOOR
-        if full == 0 and self._groups[0].index.foreign(chain):
-            return MissReason.OTHER_NAMESPACE
-        if full * size >= limit // size * size:
-            return MissReason.NONE
-        return MissReason.NO_MATCH
+        return Hit(
+            tokens + gain,
+            self._matcher.reason(chain, full, gain, below, limit, self._filling),
+            tokens + below,
+        )
 
     # ------------------------------------------------------------ reserve
 
@@ -436,12 +356,12 @@ class PagedManager:
 
     def _still_there(self, state: _Seq) -> bool:
         """The recorded blocks still hold what `begin` found."""
-        again, tokens = self._match(state.chain, state.computed)
+        again, tokens = self._matcher.match(state.chain, state.computed)
         if again != state.tables or tokens + sum(t for _, t in state.partial[:1]) != state.computed:
             return False
         if not state.partial:
             return True
-        return self._match_below(state.chain, again, tokens, state.computed)[1] == state.partial
+        return self._matcher.below(state.chain, again, tokens, state.computed)[1] == state.partial
 
     def _extend(self, seq: int, state: _Seq, group: Group, new: int, copies: list[int]) -> None:
         """Allocate: `new` blocks at the table's end and one for each position of `copies`."""
@@ -633,10 +553,8 @@ class PagedManager:
 
         Its pending copies are cancelled where nobody else needs them.
         """
-        swapped = self._swapped.pop(seq, None)
-        if swapped is not None:
-            for tier, entries in zip(self._tiers, swapped.entries):
-                tier.give_back([e.slot for e in entries if e.slot >= 0], read=False)
+        if self._swapped.pop(seq, None) is not None:
+            self._swap.drop(seq)
         state = self._seqs.pop(seq, None)
         if state is None or state.recorded:
             return
@@ -686,25 +604,10 @@ class PagedManager:
         if state is None or state.recorded:
             return False
         count = self.num_blocks_for(state.computed)
-        tables = [table[:count] for table in state.tables]
-        lone = [
-            [b for b in table if b and group.pool.ref[b] == 1] for group, table in zip(self._groups, tables)
-        ]
-        if any(len(own) > tier.num_available for own, tier in zip(lone, self._tiers)):
+        if not self._swap.put(seq, [table[:count] for table in state.tables]):
             return False
-        if any(self._copies.fills(group.id, set(t)) for group, t in zip(self._groups, tables)):
-            return False
-        entries = []
-        for group, tier, table, own in zip(self._groups, self._tiers, tables, lone):
-            slots = dict(zip(own, tier.take_private(len(own))))
-            for b, slot in slots.items():
-                self._copies.add("swap_out", group.id, b, slot)
-            keys = group.pool.keys
-            entries.append([SwapEntry(keys[b], slots.get(b, -1), null=not b) for b in table])
-            self.stats.swapped_out_blocks += len(own)
         self.release(seq)
-        state.tables = [[] for _ in self._groups]
-        self._swapped[seq] = _Swapped(state, entries)
+        self._swapped[seq] = state
         return True
 
     def swap_in(self, seq: int) -> bool:
@@ -716,57 +619,17 @@ class PagedManager:
         Returns:
             False: no room on the device, or the sequence is not swapped out.
         """
-        swapped = self._swapped.get(seq)
-        if swapped is None:
+        state = self._swapped.get(seq)
+        tables = None if state is None else self._swap.get(seq, state.chain, state.hints, self.now)
+        if state is None or tables is None:
             return False
-        state = swapped.state
-        found = [self._find_entries(g, state, e) for g, e in zip(self._groups, swapped.entries)]
-        count = min(len(blocks) for blocks in found)
-        if count < len(swapped.entries[0]):
-            count = common_hit(self._groups, found, count)
-            for group, blocks in zip(self._groups, found):
-                behind = min(group.first_needed(count * self.block_size), count)
-                blocks[:behind] = [0] * behind
-        for group, blocks in zip(self._groups, found):
-            idle = group.pool.num_idle([b for b in blocks[:count] if b > 0])
-            if sum([b < 0 for b in blocks[:count]]) > group.pool.num_free - idle:
-                return False
         del self._swapped[seq]
-        for group, blocks in zip(self._groups, found):
-            group.pool.touch([b for b in blocks[:count] if b > 0], 0, state.hints, self.now)
-        for group, tier, entries, blocks in zip(self._groups, self._tiers, swapped.entries, found):
-            table = blocks[:count]
-            for i, entry in enumerate(table):
-                if entry < 0:
-                    (table[i],) = group.pool.take(1, self.now)
-                    self._copies.add("swap_in", group.id, -1 - entry, table[i])
-                    self.stats.swapped_in_blocks += 1
-                    self.stats.blocks_taken += 1
-            state.tables[group.id] = table
-            tier.give_back([e.slot for e in entries if e.slot >= 0], read=True)
-        state.computed = min(state.computed, count * self.block_size)
-        state.indexed = min(state.indexed, min([_leading(blocks) for blocks in found]))
+        state.tables, num_known = tables
+        state.computed = min(state.computed, len(state.tables[0]) * self.block_size)
+        state.indexed = min(state.indexed, num_known)
         self._seqs[seq] = state
         self._set_frontier(state)
         return True
-
-    def _find_entries(self, group: Group, state: _Seq, entries: list[SwapEntry]) -> list[int]:
-        """Where a swapped sequence's blocks are now, up to the first that is nowhere.
-
-        A device block is its id, a host slot h is -1 - h, a null entry is 0.
-        """
-        full = min(len(entries), state.chain.num_full_blocks) if self.prefix_caching else 0
-        resident = group.index.resident(state.chain, full) if group.index.indexes else []
-        out = []
-        for i, entry in enumerate(entries):
-            here = resident[i] if i < len(resident) and entry.key is not None else 0
-            if entry.null or here:
-                out.append(here if not entry.null else 0)
-            elif entry.slot >= 0:
-                out.append(-1 - entry.slot)
-            else:
-                break
-        return out
 
     def _get(self, seq: int) -> _Seq:
         state = self._seqs.get(seq)
@@ -823,7 +686,7 @@ class PagedManager:
         if key in self._pins or not self.prefix_caching:
             return 0
         if self._groups[0].index.indexes:
-            tables, tokens = self._match(chain, len(chain), host=False)
+            tables, tokens = self._matcher.match(chain, len(chain), host=False)
         else:
             tables, tokens = self._computed_by_someone(chain)
         if not tokens:
@@ -971,8 +834,3 @@ class PagedManager:
             tier.check()
         if self.events is not None and self.events.resident != self.resident():
             raise InvariantError("the event log's resident set is not the manager's")
-
-
-def _leading(table: list[int]) -> int:
-    """Entries before the first that is still on the host."""
-    return next((i for i, b in enumerate(table) if b < 0), len(table))

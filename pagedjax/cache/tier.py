@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pagedjax.cache.protocol import InvariantError
 
@@ -133,18 +132,3 @@ class HostTier:
                 f"host slots: free {self._free}, cached {self._slot_of}, private {self._private}, "
                 f"returning {self._returning} of {self.num_blocks}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class SwapEntry:
-    """What became of one block of a swapped sequence.
-
-    Attributes:
-        key: Digest of its content where it was indexed: the device may still have it.
-        slot: Private host slot with a copy; -1 if it was shared and only its reference was dropped.
-        null: It lay behind the window and held nothing.
-    """
-
-    key: bytes | None = None
-    slot: int = -1
-    null: bool = False

@@ -337,7 +337,7 @@ class World:
         least = self.options.get("partial", 0)
         if not least or -(-len(chain) // self.size) >= self.m.num_usable:
             return 0
-        tables = self.m._match(chain, limit)[0]
+        tables = self.m._matcher.match(chain, limit)[0]
         if any(b < 0 for table in tables for b in table):
             return 0
         shared = []

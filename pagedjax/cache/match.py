@@ -1,0 +1,136 @@
+"""How much of a chain is resident, where, and why no more."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from pagedjax.cache.groups import Group, common_hit
+from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.protocol import MissReason
+from pagedjax.cache.tier import HostTier
+
+
+@dataclass(eq=False)
+class Matcher:
+    """Looks chains up over all groups and tiers; changes nothing.
+
+    Attributes:
+        groups: KV groups.
+        tiers: The host tier of each.
+        block_size: Tokens per block.
+        partial: Least gain in tokens for a partial hit; 0: none.
+        has_host: The tiers hold anything at all.
+        one: The only group, if it is one of full attention: the quick path.
+    """
+
+    groups: list[Group]
+    tiers: list[HostTier]
+    block_size: int
+    partial: int
+    has_host: bool = field(init=False)
+    one: Group | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_host = self.tiers[0].num_blocks > 0
+        self.one = self.groups[0] if len(self.groups) == 1 and self.groups[0].window is None else None
+
+    def match(self, chain: TokenChain, limit: int, *, host: bool = True) -> tuple[list[list[int]], int]:
+        """Resident blocks per group, and how many tokens of at most `limit` they hold.
+
+        With `host`, host slot h counts as resident and is written -1 - h until it is brought in.
+        """
+        if limit <= 0:
+            return [[] for _ in self.groups], 0
+        if self.one is not None:
+            blocks, tokens = self.one.index.lookup(chain, limit)
+            tier = self.tiers[0]
+            if host and len(tier) and tokens + self.block_size <= limit:
+                self._continue_on_host(chain, blocks, limit // self.block_size)
+                tokens = len(blocks) * self.block_size
+            return [blocks], tokens
+        count = limit // self.block_size
+        resident = [group.index.resident(chain, count) for group in self.groups]
+        for tier, blocks in zip(self.tiers, resident):
+            if host and len(tier):
+                digests = chain.digests(count)
+                blocks[:] = [b or -1 - tier.find(digests[i]) for i, b in enumerate(blocks)]
+        count = common_hit(self.groups, resident, count)
+        tables = []
+        for group, blocks in zip(self.groups, resident):
+            skip = group.first_needed(count * self.block_size)
+            tables.append([0] * min(skip, count) + blocks[skip:count])
+        return tables, count * self.block_size
+
+    def _continue_on_host(self, chain: TokenChain, blocks: list[int], count: int) -> None:
+        """Go on with what the host has."""
+        digests, tier = chain.digests(count), self.tiers[0]
+        resident: list[int] = []
+        for i in range(len(blocks), count):
+            slot = tier.find(digests[i])
+            if slot >= 0:
+                blocks.append(-1 - slot)
+                continue
+            resident = resident or self.groups[0].index.resident(chain, count)
+            if not resident[i]:
+                break
+            blocks.append(resident[i])
+
+    def below(
+        self, chain: TokenChain, tables: list[list[int]], tokens: int, limit: int
+    ) -> tuple[int, list[tuple[int, int]], int]:
+        """(tokens to copy, a source per group, tokens that match) in the block after the hit."""
+        full = tokens // self.block_size
+        room = len(chain) - tokens
+        found = [group.index.below(chain, full, room) for group in self.groups]
+        below = min(shared for _, shared in found)
+        gain = min(below, limit - tokens)
+        if not self.partial or gain < self.partial:
+            return 0, [], below
+        if self.has_host and min([leading(table) for table in tables]) < full:
+            return 0, [], below  # what follows a block from the host need not be reachable on the device
+        # The source must stay while it is copied: leave it a block outside the sequence's own.
+        if -(-len(chain) // self.block_size) >= min(group.pool.num_usable for group in self.groups):
+            return 0, [], below
+        return gain, found, below
+
+    def reason(
+        self,
+        chain: TokenChain,
+        full: int,
+        gain: int,
+        below: int,
+        limit: int,
+        filling: Container[bytes],
+    ) -> MissReason:
+        """Why a hit of `full` blocks and `gain` tokens is not longer.
+
+        Args:
+            below: Tokens that match in the block after the full ones.
+            limit: Most tokens the hit might have had.
+            filling: Digests of the blocks that running sequences are computing.
+        """
+        size = self.block_size
+        tokens = full * size + gain
+        if below >= min(size, len(chain) - full * size) and tokens >= limit // size * size:
+            return MissReason.LAST_TOKEN
+        if tokens == limit:
+            return MissReason.NONE
+        if full < chain.num_full_blocks:
+            digest = chain.digest(full)
+            if digest in filling:
+                return MissReason.SAME_STEP_TWIN
+            if any(digest in group.evicted for group in self.groups):
+                return MissReason.EVICTED
+        if below > gain:
+            return MissReason.BELOW_BLOCK_FLOOR
+        if full == 0 and self.groups[0].index.foreign(chain):
+            return MissReason.OTHER_NAMESPACE
+        if full * size >= limit // size * size:
+            return MissReason.NONE
+        return MissReason.NO_MATCH
+
+
+def leading(table: list[int]) -> int:
+    """Entries of a recorded table before the first that is still on the host."""
+    return next((i for i, b in enumerate(table) if b < 0), len(table))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from pagedjax.cache import audit
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.events import EventLog, Resident
@@ -26,40 +26,13 @@ from pagedjax.cache.protocol import (
     MissReason,
     ResetReport,
 )
+from pagedjax.cache.registrar import Registrar
 from pagedjax.cache.registry import make_index
+from pagedjax.cache.sequence import Filling, SeqState
 from pagedjax.cache.stats import CacheStats
 from pagedjax.cache.swap import SwapSpace
 from pagedjax.cache.tier import HostTier
 from pagedjax.cache.verified_index import VerifiedHashIndex
-
-
-@dataclass(eq=False, slots=True)
-class _Seq:
-    """One sequence's books.
-
-    Attributes:
-        tables: Block ids per group. Before the first `reserve` these are the hits of `begin`: recorded,
-            not touched.
-        computed: Positions whose KV is written.
-        indexed: Blocks that were registered or taken from the cache, from the start.
-        recorded: The hit waits for its first `reserve`.
-        partial: Per group the (source block, tokens) of a partial hit; empty without one.
-        seen: Recycle counts of the pools at `begin`: unchanged, no hit can have gone stale.
-        frontier: Digest of the next block this sequence fills, if known.
-        copies: Blocks copied on write for it.
-    """
-
-    chain: TokenChain
-    hints: Hints
-    tables: list[list[int]]
-    computed: int = 0
-    indexed: int = 0
-    recorded: bool = False
-    partial: list[tuple[int, int]] = field(default_factory=list)
-    seen: int = 0
-    hit: Hit | None = None
-    frontier: bytes | None = None
-    copies: int = 0
 
 
 class PagedManager:
@@ -123,10 +96,10 @@ class PagedManager:
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self.now = 0.0
-        self._seqs: dict[int, _Seq] = {}
+        self._seqs: dict[int, SeqState] = {}
         self._pins: dict[tuple, list[list[int]]] = {}
-        self._filling: dict[bytes, int] = {}  # digest -> running sequences that are computing it
-        self._swapped: dict[int, _Seq] = {}
+        self._filling = Filling()
+        self._swapped: dict[int, SeqState] = {}
         self.events = events
         self._groups = [
             self._make_group(i, group, index if prefix_caching else "table", policy)
@@ -138,6 +111,7 @@ class PagedManager:
         self._host_blocks = host_blocks
         self._matcher = Matcher(self._groups, self._tiers, block_size, partial)
         self._swap = SwapSpace(self._groups, self._tiers, self._copies, self.stats)
+        self._registrar = Registrar(self._seqs, self._tiers, self._copies, self.stats, events, dedup)
         self._one = self._matcher.one
 
     def _make_group(self, number: int, spec: KVGroup, index: Any, policy: Any) -> Group:
@@ -148,7 +122,7 @@ class PagedManager:
         order: EvictionPolicy = make_policy(policy, num_blocks)
         pool = BlockPool(num_blocks, order, built)
         group = Group(number, spec.window, pool, built, self.block_size)
-        pool.on_evict = lambda blocks, keys: self._on_evict(group, blocks, keys)
+        pool.on_evict = lambda blocks, keys: self._registrar.evicted(group, blocks, keys, self.now)
         return group
 
     def _make_tier(self, number: int, num_blocks: int) -> HostTier:
@@ -199,7 +173,7 @@ class PagedManager:
         limit = len(chain) - 1
         if hints.max_hit_tokens is not None:
             limit = min(limit, hints.max_hit_tokens)
-        state = _Seq(chain, hints, [[] for _ in self._groups], recorded=True)
+        state = SeqState(chain, hints, [[] for _ in self._groups], recorded=True)
         state.seen = self._num_changes()
         if not self.prefix_caching:
             state.hit = Hit(0, MissReason.DISABLED, 0)
@@ -221,7 +195,7 @@ class PagedManager:
         if held is not None and not held.recorded:
             raise ValueError(f"sequence {seq}: holds blocks already; release it first")
 
-    def _look_up(self, state: _Seq, limit: int) -> Hit:
+    def _look_up(self, state: SeqState, limit: int) -> Hit:
         chain = state.chain
         state.tables, tokens = self._matcher.match(chain, limit)
         full = tokens // self.block_size
@@ -289,7 +263,7 @@ class PagedManager:
         return True
 
     @staticmethod
-    def _unwritable(state: _Seq, pool: BlockPool, table: list[int], first: int, end: int) -> list[int]:
+    def _unwritable(state: SeqState, pool: BlockPool, table: list[int], first: int, end: int) -> list[int]:
         """The red line: table positions to be written whose block is shared or indexed."""
         own = 0 if state.recorded else 1  # references this sequence holds itself
         ref, keys = pool.ref, pool.keys
@@ -299,7 +273,7 @@ class PagedManager:
             if ref[table[i]] != own or keys[table[i]] is not None
         ]
 
-    def _num_waiting(self, state: _Seq, group: Group) -> int:
+    def _num_waiting(self, state: SeqState, group: Group) -> int:
         """Evictable blocks that admitting the sequence consumes beside its new ones."""
         hits = state.tables[group.id]
         if self._one is None or self._host_blocks:
@@ -308,7 +282,7 @@ class PagedManager:
             hits = [*hits, state.partial[group.id][0]]
         return group.pool.num_idle(hits)
 
-    def _adopt(self, seq: int, state: _Seq) -> bool:
+    def _adopt(self, seq: int, state: SeqState) -> bool:
         """Take the recorded hits; False: some have gone since `begin`."""
         if state.seen != self._num_changes() and not self._still_there(state):
             return False
@@ -324,10 +298,10 @@ class PagedManager:
         if self._host_blocks:
             self._bring_in(state)
         self._count_admission(state)
-        self._set_frontier(state)
+        self._filling.start(state)
         return True
 
-    def _adopt_window(self, group: Group, state: _Seq, table: list[int]) -> None:
+    def _adopt_window(self, group: Group, state: SeqState, table: list[int]) -> None:
         """Touch what the window needs; what is resident behind it counts as used, too."""
         skip = table.count(0)
         group.pool.touch([b for b in table if b > 0], skip, state.hints, self.now)
@@ -339,7 +313,7 @@ class PagedManager:
         """Grows with every content that leaves: unchanged, no recorded hit is stale."""
         return sum([pool.num_recycled for pool in self._pools]) + sum([t.version for t in self._tiers])
 
-    def _bring_in(self, state: _Seq) -> None:
+    def _bring_in(self, state: SeqState) -> None:
         """Blocks that were found on the host get device blocks; their copies run before the step."""
         found: list[tuple[Group, HostTier, int, int]] = []
         for group, tier, table in zip(self._groups, self._tiers, state.tables):
@@ -354,7 +328,7 @@ class PagedManager:
         self.stats.swapped_in_blocks += len(found)
         self.stats.host_hit_tokens += len({i for _, _, i, _ in found}) * self.block_size
 
-    def _still_there(self, state: _Seq) -> bool:
+    def _still_there(self, state: SeqState) -> bool:
         """The recorded blocks still hold what `begin` found."""
         again, tokens = self._matcher.match(state.chain, state.computed)
         if again != state.tables or tokens + sum(t for _, t in state.partial[:1]) != state.computed:
@@ -363,7 +337,7 @@ class PagedManager:
             return True
         return self._matcher.below(state.chain, again, tokens, state.computed)[1] == state.partial
 
-    def _extend(self, seq: int, state: _Seq, group: Group, new: int, copies: list[int]) -> None:
+    def _extend(self, seq: int, state: SeqState, group: Group, new: int, copies: list[int]) -> None:
         """Allocate: `new` blocks at the table's end and one for each position of `copies`."""
         pool, table = group.pool, state.tables[group.id]
         source = state.partial[group.id][0] if state.partial else 0
@@ -387,11 +361,11 @@ class PagedManager:
             state.partial[group.id] = (0, 0)
             self._count_copies(state, group, 1)
 
-    def _count_copies(self, state: _Seq, group: Group, count: int) -> None:
+    def _count_copies(self, state: SeqState, group: Group, count: int) -> None:
         self.stats.copies += count
         state.copies += count
 
-    def _count_admission(self, state: _Seq) -> None:
+    def _count_admission(self, state: SeqState) -> None:
         stats, hit = self.stats, state.hit
         assert hit is not None
         if state.hints.resumed:
@@ -432,69 +406,15 @@ class PagedManager:
         if full > state.indexed:
             if self.prefix_caching and state.hints.cache_write:
                 for group in self._groups:
-                    self._register(group, state, state.indexed, full)
+                    self._registrar.register(group, state, state.indexed, full, now)
             state.indexed = full
-            self._set_frontier(state)
+            self._filling.start(state)
         if self._one is None:
             for group in self._groups:
                 if group.window is not None:
                     self._leave_behind(group, state)
 
-    def _register(self, group: Group, state: _Seq, first: int, full: int) -> None:
-        table, index = state.tables[group.id], group.index
-        if not index.indexes:
-            return
-        while first < full and not table[first]:
-            first += 1
-        blocks = table[first:full]
-        if not blocks:
-            return
-        known, twins = index.register(
-            state.chain, first, blocks, table[first - 1] if first else 0, dedup=self.dedup
-        )
-        digests = state.chain.digests(full)[first:full]
-        keys, pool = group.pool.keys, group.pool
-        if known is blocks:
-            for b, digest in zip(blocks, digests):
-                keys[b] = digest
-            pool.policy.insert(blocks, digests, first, state.hints, self.now)
-            self._on_stored(group, state, first, blocks, digests)
-            self.stats.blocks_indexed += len(blocks)
-        else:
-            self._register_some(group, state, first, blocks, known, digests)
-        self.stats.same_step_twins += twins
-
-    def _register_some(
-        self, group: Group, state: _Seq, first: int, blocks: list[int], known: list[int], digests: list[bytes]
-    ) -> None:
-        """Some contents were resident already: use the first copies, or let the new ones stand beside."""
-        keys = group.pool.keys
-        for i, (own, canonical, digest) in enumerate(zip(blocks, known, digests)):
-            if own == canonical:
-                if keys[own] is None:
-                    keys[own] = digest
-                    group.pool.policy.insert([own], [digest], first + i, state.hints, self.now)
-                    self._on_stored(group, state, first + i, [own], [digest])
-                    self.stats.blocks_indexed += 1
-            elif self.dedup and canonical > 0:
-                self._replace_everywhere(group, first + i, own, canonical)
-
-    def _replace_everywhere(self, group: Group, position: int, own: int, canonical: int) -> None:
-        """Every table that holds the twin, forks included, names the first copy from now on."""
-        holders = [
-            table
-            for state in self._seqs.values()
-            if not state.recorded
-            and len(table := state.tables[group.id]) > position
-            and table[position] == own
-        ]
-        for table in holders:
-            table[position] = canonical
-            group.pool.touch([canonical], position, NO_HINTS, self.now)
-        group.pool.free([own] * len(holders), self.now)
-        self.stats.dedup_blocks += 1
-
-    def _leave_behind(self, group: Group, state: _Seq) -> None:
+    def _leave_behind(self, group: Group, state: SeqState) -> None:
         table = state.tables[group.id]
         end = min(group.first_needed(state.computed), len(table))
         behind = []
@@ -505,24 +425,6 @@ class PagedManager:
             table[i] = 0
         if behind:
             group.pool.free(behind[::-1], self.now)
-
-    def _set_frontier(self, state: _Seq) -> None:
-        """Name the block a running sequence fills next, so that a twin can be told from a stranger."""
-        self._clear_frontier(state)
-        if self.prefix_caching and state.indexed < state.chain.num_full_blocks:
-            digest = state.chain.digest(state.indexed)
-            state.frontier = digest
-            self._filling[digest] = self._filling.get(digest, 0) + 1
-
-    def _clear_frontier(self, state: _Seq) -> None:
-        digest = state.frontier
-        if digest is not None:
-            state.frontier = None
-            left = self._filling[digest] - 1
-            if left:
-                self._filling[digest] = left
-            else:
-                del self._filling[digest]
 
     # ------------------------------------------------------ fork, release
 
@@ -546,7 +448,7 @@ class PagedManager:
         tables = [table[:count] for table in source.tables]
         for group, table in zip(self._groups, tables):
             group.pool.share([b for b in table if b])
-        self._seqs[child] = _Seq(chain, source.hints, tables, source.computed, source.indexed)
+        self._seqs[child] = SeqState(chain, source.hints, tables, source.computed, source.indexed)
 
     def release(self, seq: int) -> None:
         """Give a sequence's blocks back, each group's tail first. Idempotent; unknown ids are a no-op.
@@ -558,7 +460,7 @@ class PagedManager:
         state = self._seqs.pop(seq, None)
         if state is None or state.recorded:
             return
-        self._clear_frontier(state)
+        self._filling.stop(state)
         for group, table in zip(self._groups, state.tables):
             group.pool.free(table if group.window is None else [b for b in table if b], self.now)
         self._copies.cancel_unneeded()
@@ -586,7 +488,7 @@ class PagedManager:
         self._copies.cancel_unneeded()
         state.computed = min(state.computed, num_tokens)
         state.indexed = min(state.indexed, num_tokens // self.block_size)
-        self._set_frontier(state)
+        self._filling.start(state)
 
     # --------------------------------------------------------------- swap
 
@@ -628,10 +530,10 @@ class PagedManager:
         state.computed = min(state.computed, len(state.tables[0]) * self.block_size)
         state.indexed = min(state.indexed, num_known)
         self._seqs[seq] = state
-        self._set_frontier(state)
+        self._filling.start(state)
         return True
 
-    def _get(self, seq: int) -> _Seq:
+    def _get(self, seq: int) -> SeqState:
         state = self._seqs.get(seq)
         if state is None:
             raise ValueError(f"sequence {seq}: unknown; begin it first")
@@ -762,69 +664,24 @@ class PagedManager:
             group.evicted.clear()
         return ResetReport(True, cleared, tuple(holders))
 
-    # -------------------------------------------------------------- events
-
-    def _on_evict(self, group: Group, blocks: list[int], keys: list[bytes]) -> None:
-        self.stats.evictions += len(blocks)
-        group.evicted.add(keys)
-        if self.events is not None:
-            self.events.removed(self.now, group.id, "device", keys, blocks)
-        if self._host_blocks:
-            tier = self._tiers[group.id]
-            for b, key in zip(blocks, keys):
-                slot = tier.store(key) if group.index.copies(key) == 1 else -1
-                if slot >= 0:
-                    self._copies.add("swap_out", group.id, b, slot)
-                    self.stats.swapped_out_blocks += 1
-
-    def _on_stored(
-        self, group: Group, state: _Seq, first: int, blocks: list[int], digests: list[bytes]
-    ) -> None:
-        if self.events is not None:
-            parent = state.chain.digest(first - 1) if first else None
-            self.events.stored(self.now, group.id, "device", digests, blocks, parent)
-
     # --------------------------------------------------------------- check
 
     def snapshot(self) -> dict[str, Any]:
         """The state in plain values: per group the queue, references and keys; tables; counters."""
-        groups = []
-        for pool in self._pools:
-            queue = pool.blank[::-1] + pool.policy.victim(pool.num_evictable, self.now)
-            groups.append(
-                {
-                    "free_queue": queue,
-                    "num_blank": len(pool.blank),
-                    "num_evictable": pool.num_evictable,
-                    "ref": {b: r for b, r in enumerate(pool.ref) if r},
-                    "keys": {b: key for b, key in enumerate(pool.keys) if key is not None},
-                }
-            )
         tables = {seq: [list(t) for t in state.tables] for seq, state in self._seqs.items()}
+        groups = [audit.pool_state(pool, self.now) for pool in self._pools]
         return {"groups": groups, "tables": tables, "stats": self.stats.snapshot()}
 
     def resident(self) -> Resident:
         """Copies of each content: (group, "device" or "host", digest) to how many."""
-        out: Resident = {}
-        for group, tier in zip(self._groups, self._tiers):
-            for key in group.pool.keys:
-                if key is not None:
-                    out[group.id, "device", key] = out.get((group.id, "device", key), 0) + 1
-            out |= {(group.id, "host", key): 1 for key in tier.contents()}
-        return out
+        return audit.resident(self._groups, self._tiers)
 
     def check_invariants(self) -> None:
         """Raise `InvariantError` where the books contradict themselves."""
         for group in self._groups:
-            references: dict[int, int] = {}
             held = [s.tables[group.id] for s in self._seqs.values() if not s.recorded]
             held += [tables[group.id] for tables in self._pins.values()]
-            for table in held:
-                for b in table:
-                    if b:
-                        references[b] = references.get(b, 0) + 1
-            group.pool.check(references)
-            group.index.check(group.pool.keys)
+            audit.check_group(group, held)
         for seq, state in self._seqs.items():
             slots = len(state.tables[0]) * self.block_size
             if not state.recorded and state.computed > slots:

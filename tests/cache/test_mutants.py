@@ -101,7 +101,7 @@ def _hash_before_write(monkeypatch):
         full = min(state.computed + num_tokens, len(state.chain)) // self.block_size
         if done and full > state.indexed and self.prefix_caching:
             for group in self._groups:
-                self._register(group, state, state.indexed, full)
+                self._registrar.register(group, state, state.indexed, full, self.now)
             state.indexed = full
         return done
 

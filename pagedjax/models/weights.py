@@ -217,7 +217,13 @@ def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf) -> None:
         width = part.shape[0] if part.transpose or len(part.shape) == 1 else part.shape[-1]
         target = out[..., column : column + width] if len(leaf.parts) > 1 else out
         for start, stop in _strips(part):
-            _fill_strip(target, file.rows(part.name, start, stop), part, start, stop)
+            rows = file.rows(part.name, start, stop)
+            if not np.isfinite(rows).all():
+                raise ModelError(
+                    f"{part.name!r} holds values that are not finite numbers: weights must be; "
+                    "the file is damaged, download it again"
+                )
+            _fill_strip(target, rows, part, start, stop)
         column += width
 
 

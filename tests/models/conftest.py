@@ -19,7 +19,7 @@ def judge() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable:
-    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, extra tensors)."""
+    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, extra tensors, arch)."""
     return _write_gguf
 
 
@@ -66,28 +66,30 @@ _TO_GGUF = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 
 
 def _gguf_name(name: str) -> str:
-    parts = name.removeprefix("model.layers.").removesuffix(".weight")
-    if name.startswith("model.layers."):
-        layer, rest = parts.split(".", 1)
-        return f"blk.{layer}.{_TO_GGUF[rest]}.weight"
-    return f"{_TO_GGUF[parts]}.weight"
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        layer, rest = stem.removeprefix("model.layers.").split(".", 1)
+        return f"blk.{layer}.{_TO_GGUF[rest]}.{kind}"
+    return f"{_TO_GGUF[stem]}.{kind}"
 
 
 def _interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows (i, i + H / 2) of each head side by side, as GGUF files of this architecture hold q and k."""
-    heads = w.reshape(-1, 2, head_dim // 2, w.shape[-1])
+    heads = w.reshape(-1, 2, head_dim // 2, *w.shape[1:])
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(w.shape)
 
 
-def _write_gguf(path: Path, config, tensors, kind="F32", extra=None) -> Path:
+def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama") -> Path:
     import gguf
 
     c = config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(c.num_layers)
     writer.add_context_length(c.max_model_len)
     writer.add_embedding_length(c.d_model)
@@ -101,7 +103,7 @@ def _write_gguf(path: Path, config, tensors, kind="F32", extra=None) -> Path:
     _add_tokenizer(writer, c.vocab_size)
     quant = gguf.GGMLQuantizationType[kind]
     for name, w in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             w = _interleave(w, c.head_dim)
         q = quant if w.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_gguf_name(name), gguf.quants.quantize(w, q), raw_dtype=q)
@@ -115,15 +117,16 @@ def _write_gguf(path: Path, config, tensors, kind="F32", extra=None) -> Path:
 
 
 def _add_tokenizer(writer, vocab_size: int) -> None:
-    """A byte-level vocabulary: 256 byte characters, one merge, and control tokens up to vocab_size."""
+    """A byte-level vocabulary: byte characters, one merge, and control tokens up to vocab_size."""
     from tokenizers import pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, "he"][:vocab_size]
-    tokens += [f"<|{i}|>" for i in range(len(tokens), vocab_size)]
+    characters = min(256, vocab_size - 1)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:characters]
+    merged = "".join(alphabet[40:42]) if characters < 256 else "he"
+    controls = vocab_size - characters - 1
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * min(257, vocab_size) + [3] * (vocab_size - min(257, vocab_size)))
-    writer.add_token_merges(["h e"] if vocab_size > 256 else [])
+    writer.add_token_list([*alphabet, merged, *(f"<|{i}|>" for i in range(controls))])
+    writer.add_token_types([1] * (characters + 1) + [3] * controls)
+    writer.add_token_merges([" ".join(merged)])
     writer.add_eos_token_id(vocab_size - 1)

@@ -240,6 +240,16 @@ def test_wrong_shape_missing_and_foreign_tensors(tmp_path, hf_tensors, write_ggu
         load_model(_write_folder(tmp_path / "deeper", CONFIG, deeper), progress=False)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_numbers(tmp_path, hf_tensors, write_gguf, value):
+    tensors = hf_tensors(CONFIG)
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = value
+    with pytest.raises(ModelError, match=r"down_proj.weight' holds values that are not finite"):
+        load_model(_write_folder(tmp_path / "m", CONFIG, tensors), progress=False)
+    with pytest.raises(ModelError, match=r"ffn_down.weight' holds values that are not finite"):
+        load_model(write_gguf(tmp_path / "m.gguf", CONFIG, tensors, "F16"), progress=False)
+
+
 def test_other_architecture(tmp_path, hf_tensors):
     folder = _write_folder(tmp_path / "m", CONFIG, hf_tensors(CONFIG))
     config = json.loads((folder / "config.json").read_text())

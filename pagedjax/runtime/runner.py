@@ -113,6 +113,18 @@ class JaxRunner:
             if on_done is not None:
                 on_done(bucket)
 
+    def lower(self, bucket: Bucket, layout: KVLayout | None = None) -> jax.stages.Lowered:
+        """The step of a bucket, lowered but not run: for memory analysis and compiling elsewhere.
+
+        Args:
+            bucket: Shapes of the step.
+            layout: Of a pool of another size than the runner's; nothing is allocated.
+        """
+        layout = layout or self.layout
+        pool = KVPool(jax.ShapeDtypeStruct(layout.shape, layout.dtype), layout)  # type: ignore[arg-type]
+        empty = StepPlan(0, (), (), CopyPlan())
+        return self.step_fn.lower(self.params, pool, self._pack(empty, bucket))
+
     @property
     def num_programs(self) -> int:
         """Step programs compiled so far."""

@@ -22,7 +22,8 @@ def batch(rows, **columns):
     values = defaults | columns
     logprobs = np.array(values.pop("want_logprobs"))
     arrays = {
-        name: np.broadcast_to(np.asarray(value, dtypes[name]), (rows,)).copy() for name, value in values.items()
+        name: np.broadcast_to(np.asarray(value, dtypes[name]), (rows,)).copy()
+        for name, value in values.items()
     }
     return SamplingBatch(**arrays, want_logprobs=logprobs)
 
@@ -42,8 +43,15 @@ def allowed(logits, temperature, top_k, top_p, min_p):
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (0.5, 3, 1.0, 0.0), (1.5, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.3), (2.0, 5, 0.8, 0.2), (1.0, 1, 1.0, 0.0)],
-)  # fmt: skip
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 3, 1.0, 0.0),
+        (1.5, 0, 0.6, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (2.0, 5, 0.8, 0.2),
+        (1.0, 1, 1.0, 0.0),
+    ],
+)
 def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(4).normal(size=V).astype(np.float32) * 1.5
     want = allowed(logits, temperature, top_k, top_p, min_p)

@@ -1,0 +1,157 @@
+"""The real runner on tiny models, with a manager that hands out blocks in random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from judges import numpy_forward, read_stories
+
+from pagedjax.cache import PagedManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine
+from pagedjax.kernels import KVLayout, KVPool, make_pool
+from pagedjax.runtime import JaxRunner
+from pagedjax.testing import tiny_config, tiny_params
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """(config, params) of the seeded 2-layer model, on the device."""
+    config = tiny_config()
+    return config, jax.device_put(tiny_params(config))
+
+
+@pytest.fixture(scope="session")
+def stories(data_dir):
+    """(config, params, ids) of stories260K; ids start with BOS and continue with the published text."""
+    folder = data_dir / "data" / "models"
+    golden = json.loads((folder / "stories260K_greedy_ids.json").read_text())
+    config, params = read_stories(folder / "stories260K.bin")
+    return config, jax.device_put(params), [golden["start_token"], *golden["greedy_ids"]]
+
+
+@pytest.fixture(scope="session")
+def greedy_judge(tiny) -> Callable[[list[int], int], list[int]]:
+    """`greedy_judge(prompt, n)`: n greedy tokens of the tiny model by the dense float64 judge."""
+    config, params = tiny
+    host = jax.tree.map(np.asarray, params)
+    known: dict[tuple[int, ...], int] = {}
+
+    def decode(prompt: list[int], n: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(n):
+            key = tuple(tokens)
+            if key not in known:
+                known[key] = int(numpy_forward(config, host, tokens)[-1].argmax())
+            tokens.append(known[key])
+        return tokens[len(prompt) :]
+
+    return decode
+
+
+class TestRunner(JaxRunner):
+    """Fills every block that nobody owns and no index names with NaN before each step, if `poison` is set.
+
+    Blocks that are wrongly read after they were freed, or before they were written, turn the logits NaN,
+    and the greedy token with them.
+    """
+
+    manager: PagedManager
+    poison: bool
+
+    def execute(self, plan: Any) -> Any:
+        (group,) = self.manager.snapshot()["groups"]
+        layout = self.layout
+        blank = set(range(layout.num_blocks)) - set(group["ref"]) - set(group["keys"])
+        if self.poison:  # the null block among them: padding entries are never read
+            rows = np.zeros(layout.shape[0], bool).reshape(layout.num_layers, layout.num_blocks)
+            rows[:, sorted(blank)] = True
+            self.pool = _poisoned(self.pool, rows.reshape(-1))
+        return super().execute(plan)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _poisoned(pool: KVPool, rows: Any) -> KVPool:
+    return KVPool(jnp.where(rows[:, None, None], jnp.nan, pool.data), pool.layout)
+
+
+@pytest.fixture(scope="session")
+def _runners() -> dict[Any, TestRunner]:
+    """Runners by what they were built from: tests that agree on it share the compiled programs."""
+    return {}
+
+
+@pytest.fixture
+def make_engine(_runners) -> Callable[..., Engine]:
+    """`make_engine((config, params), num_blocks=…, block_size=…, …)` over the real runner.
+
+    The pool starts as NaN; `shuffle=seed` hands out blank blocks in random order, `poison=True` fills free
+    blocks with NaN before each step. `chunk_tokens` limits the engine's chunks; the compiled shapes do not
+    depend on it.
+    """
+
+    def make(
+        model: tuple[Any, Any],
+        *,
+        num_blocks: int = 130,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        token_budget: int = 64,
+        chunk_tokens: int = 0,
+        max_model_len: int = 128,
+        shuffle: int | None = None,
+        poison: bool = False,
+        **options: Any,
+    ) -> Engine:
+        config, params = model
+        layout = KVLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        scheduler = SchedulerConfig(max_num_seqs, token_budget)
+        key = (config, layout, scheduler, max_model_len)
+        if key not in _runners:
+            _runners[key] = TestRunner(config, params, layout, scheduler, max_model_len=max_model_len)
+        runner = _runners[key]
+        runner.manager = manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
+        runner.poison = poison
+        runner.pool = make_pool(layout, np.nan)
+        if shuffle is not None:
+            _shuffle_blank_blocks(manager, shuffle)
+        limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens)
+        return Engine(manager, runner, limits, max_model_len=max_model_len)
+
+    return make
+
+
+def _shuffle_blank_blocks(manager: PagedManager, seed: int) -> None:
+    """Take all blocks one by one and give them back in random order, as strangers' requests would."""
+    from pagedjax.cache import TokenChain
+
+    order = np.random.default_rng(seed).permutation(manager.num_usable)
+    ids = [-1 - i for i in range(manager.num_usable)]
+    for i in ids:
+        manager.begin(i, TokenChain([0, 0], block_size=manager.block_size))
+        assert manager.reserve(i, 1)
+    for at in order:
+        manager.release(ids[at])
+
+
+@pytest.fixture
+def run_all() -> Callable[[Engine], dict[str, Any]]:
+    """`run_all(engine)`: step until idle; the last output of each request by id."""
+
+    def run(engine: Engine) -> dict[str, Any]:
+        outputs = {}
+        while engine.has_work:
+            for output in engine.step():
+                outputs[output.request_id] = output
+        engine.manager.check_invariants()
+        return outputs
+
+    return run

@@ -431,6 +431,8 @@ class PagedManager:
     def fork(self, parent: int, child: int, chain: TokenChain) -> None:
         """Let `child` share all of the parent's written blocks; each copies on its first write.
 
+        To be called between steps: what the parent has reserved for a step under way is checked already.
+
         Args:
             chain: The child's own tokens; they agree with the parent's as far as KV is written.
 

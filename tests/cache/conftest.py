@@ -150,6 +150,10 @@ class World:
         return TokenChain(tokens, block_size=self.size, extra=ExtraKeys(salt=salt))
 
     def admit(self, choose):
+        self.run(self.plan_admission(choose))
+
+    def plan_admission(self, choose):
+        """Look a new prompt up and reserve for it; returns the row to run, if there is room."""
         chain = self.draw_chain(choose)
         hints = Hints(
             cache_read=choose(8) > 0, cache_write=choose(8) > 0, priority=choose(3), resumed=choose(4) == 0
@@ -163,15 +167,17 @@ class World:
         else:
             assert hit.num_tokens == 0
         before = self.m.snapshot()
+        events = self.events.next_number
         want = 1 + choose(len(chain) - hit.num_tokens)
         if self.m.reserve(seq, want):
             self.chains[seq], self.computed[seq] = chain, hit.num_tokens
-            self.run([(seq, want)])
-        else:
-            assert self.m.snapshot() == before
-            self.m.release(seq)
+            return [(seq, want)]
+        assert self.m.snapshot() == before and self.events.next_number == events
+        self.m.release(seq)
+        return []
 
     def step(self, seqs, choose):
+        """One engine step: rows are reserved, some lose their blocks to others, new ones are admitted."""
         rows = []
         for seq in seqs:
             chain = self.chains[seq]
@@ -184,6 +190,16 @@ class World:
                 self.m.check_invariants()
             else:
                 assert self.m.snapshot() == before
+        while rows and choose(3) == 0:
+            seq, _ = rows.pop()
+            if choose(2):
+                self.release(seq)
+            else:
+                self.swap_out(seq)
+            self.m.check_invariants()
+        for _ in range(choose(3)):
+            rows += self.plan_admission(choose)
+            self.m.check_invariants()
         self.run(rows)
 
     def run(self, rows):

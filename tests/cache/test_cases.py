@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pagedjax.cache import ExtraKeys, Hints, InvariantError, MissReason, PagedManager, TokenChain
+from pagedjax.cache import EventLog, ExtraKeys, Hints, InvariantError, MissReason, PagedManager, TokenChain
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.eviction import LRU
 from pagedjax.cache.hash_index import HashIndex
@@ -337,16 +337,17 @@ def test_B037_hits_in_the_queue_are_consumed(drive, tokens):
 
 
 def test_a_refused_admission_changes_nothing_however_often(drive, tokens):
-    d = drive(usable=5)
+    log = EventLog()
+    d = drive(usable=5, events=log)
     shared = tokens.new(8)
     d.send(shared)
-    before = d.state()
+    before, events = d.state(), list(log.events)
     chain = d.chain(shared + tokens.new(16))
     for _ in range(1000):
         d.m.begin(70, chain)
         assert not d.m.reserve(70, 16)
         d.m.release(70)
-    assert d.state() == before
+    assert d.state() == before and list(log.events) == events
 
 
 def test_B040_a_chunk_that_does_not_fit_is_refused_not_raised(drive, tokens):

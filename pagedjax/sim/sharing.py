@@ -1,0 +1,357 @@
+"""The prefix check-up: how much a set of prompts shares, where prompts part, and what that costs.
+
+Prompts are sorted as strings of big-endian token ids, so byte order is token order. Then one array says
+it all: the common prefix of each prompt with its neighbour. The longest prefix that prompt i has in
+common with any other is with a neighbour; the prompts that share the first p tokens stand together; and
+the prefix tree has as many nodes as tokens, less the neighbours' common prefixes. Nothing is quadratic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Progress = Callable[[Iterable[int], str, int], Iterable[int]]
+
+_PROBE = 8  # tokens that must agree again for a difference to count as over
+_LONGEST_DYNAMIC = 64  # tokens: a longer difference is another text, not a field that changes
+
+
+def _no_progress(items: Iterable[int], label: str, total: int) -> Iterable[int]:
+    return items
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Prompts in token order.
+
+    Attributes:
+        texts: Big-endian bytes of each prompt, sorted.
+        order: i64[n] which prompt stands at each place.
+        lengths: i64[n] tokens of each, in sorted order.
+        lcp: i64[n] tokens in common with the prompt before; lcp[0] = 0.
+    """
+
+    texts: list[bytes]
+    order: np.ndarray
+    lengths: np.ndarray
+    lcp: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Iterable[np.ndarray | Sequence[int]], progress: Progress = _no_progress) -> Sorted:
+        """Sort prompts and measure what neighbours have in common."""
+        raw = [np.asarray(p, dtype=">u4").tobytes() for p in prompts]
+        order = sorted(range(len(raw)), key=raw.__getitem__)
+        texts = [raw[i] for i in order]
+        lcp = np.zeros(len(texts), dtype=np.int64)
+        for i in progress(range(1, len(texts)), "compare neighbours", len(texts) - 1):
+            lcp[i] = _common(texts[i - 1], texts[i])
+        lengths = np.array([len(t) // 4 for t in texts], dtype=np.int64)
+        return cls(texts, np.array(order, dtype=np.int64), lengths, lcp)
+
+    def tokens(self, place: int) -> np.ndarray:
+        """The prompt at a place, as i64."""
+        return np.frombuffer(self.texts[place], dtype=">u4").astype(np.int64)
+
+    def longest_shared(self) -> np.ndarray:
+        """i64[n]: tokens each prompt has in common with its best partner, in sorted order."""
+        return np.maximum(self.lcp, np.append(self.lcp[1:], 0))
+
+    def distinct_blocks(self, block_size: int) -> int:
+        """Full blocks that are left when equal prefixes are stored once."""
+        return int((self.lengths // block_size - self.lcp // block_size).sum())
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Tokens that two big-endian prompts have in common at the front."""
+    n = min(len(a), len(b)) // 4
+    if a[: 4 * n] == b[: 4 * n]:
+        return n
+    differs = np.frombuffer(a, dtype="<u4", count=n) != np.frombuffer(b, dtype="<u4", count=n)
+    return int(differs.argmax())
+
+
+@dataclass(frozen=True)
+class BlockSaving:
+    """What sharing full blocks saves at one block size.
+
+    Attributes:
+        block_size: Tokens per block.
+        total_blocks: Blocks without sharing, tails included.
+        shared_blocks: Of these, how many need not be stored nor computed.
+        reduction: Blocks without sharing over blocks with it.
+        token_share: Tokens of shared blocks over all tokens.
+    """
+
+    block_size: int
+    total_blocks: int
+    shared_blocks: int
+    reduction: float
+    token_share: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that share a prefix and then part: an inner node of the prefix tree.
+
+    Attributes:
+        depth: Common tokens at the front.
+        count: Prompts in the group.
+        saved_tokens: (count - 1) × the tokens this group has in common beyond the group around it; over
+            all groups these add up to all that sharing saves.
+        num_branches: Different continuations.
+        first: Place (in sorted order) of its first prompt.
+    """
+
+    depth: int
+    count: int
+    saved_tokens: int
+    num_branches: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A place where prompts part although what follows is alike: a field that changes per request.
+
+    Attributes:
+        position: Token position of the first difference.
+        count: Prompts in the group.
+        num_values: Different tokens found there.
+        dynamic_tokens: Longest stretch that differs before the texts agree again.
+        before / examples: Token ids just before the place, and the differing stretch of three prompts.
+        saved_now: Tokens the group's prompts share now.
+        saved_if_moved: Tokens they would share with that stretch moved to the end.
+    """
+
+    position: int
+    count: int
+    num_values: int
+    dynamic_tokens: int
+    before: tuple[int, ...]
+    examples: tuple[tuple[int, ...], ...]
+    saved_now: int
+    saved_if_moved: int
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What the check-up found.
+
+    Attributes:
+        num_prompts / num_tokens: Size of the set.
+        saved_tokens: Tokens that sharing at token granularity would save.
+        shares: f64[n] of each prompt, in the order given: longest common prefix with another prompt over
+            its own length.
+        pair_histogram: Common prefix length → number of pairs of prompts with exactly this length.
+        savings: One per block size.
+        groups: Prefix groups by tokens saved, best first.
+        divergences: Fields that change per request, by what moving them to the end would save.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    saved_tokens: int
+    shares: np.ndarray
+    pair_histogram: dict[int, int]
+    savings: tuple[BlockSaving, ...]
+    groups: tuple[Group, ...]
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def mean_pair_share(self) -> float:
+        """Mean common prefix of two different prompts, in tokens."""
+        pairs = sum(self.pair_histogram.values())
+        return sum(k * v for k, v in self.pair_histogram.items()) / pairs if pairs else 0.0
+
+
+def check_up(
+    prompts: Iterable[np.ndarray | Sequence[int]],
+    *,
+    block_sizes: Sequence[int] = (1, 8, 16, 32, 64, 128, 256),
+    top: int = 10,
+    progress: Progress = _no_progress,
+) -> Checkup:
+    """Examine a set of prompts.
+
+    Args:
+        prompts: Token ids of each, at least one token.
+        block_sizes: Tokens per block to report savings for.
+        top: Groups and divergences to keep.
+        progress: Wraps the long loops, for a progress bar.
+
+    Raises:
+        ValueError: No prompts, an empty one, or token ids outside 0 … 2^32 - 1.
+    """
+    ordered = Sorted.of(prompts, progress)
+    n = len(ordered.texts)
+    if n == 0 or int(ordered.lengths.min()) == 0:
+        raise ValueError(f"prompts: {'none given' if n == 0 else 'one is empty'}; each must hold a token")
+    shares = np.empty(n)
+    shares[ordered.order] = ordered.longest_shared() / ordered.lengths
+    groups, pairs = prefix_groups(ordered, progress)
+    groups.sort(key=lambda g: (-g.saved_tokens, g.first))
+    return Checkup(
+        num_prompts=n,
+        num_tokens=int(ordered.lengths.sum()),
+        saved_tokens=int(ordered.lcp.sum()),
+        shares=shares,
+        pair_histogram=dict(sorted(pairs.items())),
+        savings=tuple(_saving(ordered, size) for size in block_sizes),
+        groups=tuple(groups[:top]),
+        divergences=_divergences(ordered, groups, top, progress),
+    )
+
+
+def _saving(ordered: Sorted, block_size: int) -> BlockSaving:
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: must be at least 1")
+    total = int((-(-ordered.lengths // block_size)).sum())
+    shared = int((ordered.lcp // block_size).sum())
+    return BlockSaving(
+        block_size,
+        total,
+        shared,
+        total / (total - shared),
+        shared * block_size / int(ordered.lengths.sum()),
+    )
+
+
+@dataclass
+class _Open:
+    """A group whose end has not been reached: its closed branches, and where the open one began."""
+
+    depth: int
+    first: int
+    branch: int
+    branches: int = 2
+    squares: int = 0
+
+
+def prefix_groups(ordered: Sorted, progress: Progress = _no_progress) -> tuple[list[Group], Counter[int]]:
+    """All inner nodes of the prefix tree, and how many pairs of prompts part at each depth.
+
+    One pass over the neighbours with a stack of open groups. The pairs that part in a group of m prompts
+    are those of different branches: (m² - Σ branch²) / 2.
+    """
+    groups: list[Group] = []
+    pairs: Counter[int] = Counter()
+    stack: list[_Open] = []
+    n = len(ordered.texts)
+    depths = [*ordered.lcp[1:].tolist(), -1]
+    for i in progress(range(1, n + 1), "group prefixes", n):
+        depth = depths[i - 1]
+        first = i - 1
+        while stack and stack[-1].depth > depth:
+            node = stack.pop()
+            first, count = node.first, i - node.first
+            squares = node.squares + (i - node.branch) ** 2
+            pairs[node.depth] += (count * count - squares) // 2
+            parent = max(depth, stack[-1].depth if stack else 0)
+            groups.append(Group(node.depth, count, (count - 1) * (node.depth - parent), node.branches, first))
+        if depth < 0:
+            break
+        if stack and stack[-1].depth == depth:
+            top = stack[-1]
+            top.squares += (i - top.branch) ** 2
+            top.branches += 1
+            top.branch = i
+        else:
+            stack.append(_Open(depth, first, i, squares=(i - first) ** 2))
+    return groups, pairs
+
+
+def _divergences(
+    ordered: Sorted, groups: list[Group], top: int, progress: Progress
+) -> tuple[Divergence, ...]:
+    """Groups that part and come together again, by what moving the difference to the end would gain."""
+    totals = np.concatenate([[0], np.cumsum(ordered.lengths)])
+
+    def beyond(group: Group) -> int:
+        held = int(totals[group.first + group.count] - totals[group.first])
+        return held - group.count * group.depth
+
+    found: list[Divergence] = []
+    taken: list[range] = []
+    likely = sorted(groups, key=lambda g: (-beyond(g), g.depth))[:50]
+    for group in likely:
+        if len(found) == top:
+            break
+        span = range(group.first, group.first + group.count)
+        if any(span.start in other or other.start in span for other in taken):
+            continue
+        divergence = _moved(ordered, group, progress)
+        if divergence is not None:
+            found.append(divergence)
+            taken.append(span)
+    return tuple(sorted(found, key=lambda d: d.saved_now - d.saved_if_moved))
+
+
+def _moved(ordered: Sorted, group: Group, progress: Progress) -> Divergence | None:
+    """Measure a group with its differing stretch moved behind the rest; None where nothing is gained."""
+    at = group.depth
+    texts = ordered.texts[group.first : group.first + group.count]
+    reference = texts[0]
+    sample = texts[1 :: max(1, (len(texts) - 1) // 32)]
+    ends = [end for text in sample if (end := _agrees_again(reference, text, at)) is not None]
+    if len(ends) * 2 < len(sample) or max(ends, default=0) == 0:
+        return None
+    anchor_at = 4 * (at + max(ends))
+    anchor = reference[anchor_at : anchor_at + 4 * _PROBE]
+    stretches: list[bytes] = []
+    moved: list[np.ndarray] = []
+    for i in progress(range(len(texts)), "move the difference", len(texts)):
+        text = texts[i]
+        stop = _find(text, anchor, at)
+        if stop is None:
+            moved.append(np.frombuffer(text, dtype=">u4"))
+            continue
+        stretches.append(text[4 * at : 4 * stop])
+        moved.append(np.frombuffer(text[: 4 * at] + text[4 * stop :] + stretches[-1], dtype=">u4"))
+    now = int(ordered.lcp[group.first + 1 : group.first + group.count].sum())
+    then = int(Sorted.of(moved).lcp.sum())
+    if then <= now:
+        return None
+    distinct = list(dict.fromkeys(stretches))
+
+    def ids(data: bytes) -> tuple[int, ...]:
+        return tuple(np.frombuffer(data, dtype=">u4").tolist())
+
+    return Divergence(
+        position=at,
+        count=group.count,
+        num_values=len({text[4 * at : 4 * at + 4] for text in texts}),
+        dynamic_tokens=max(len(s) for s in distinct) // 4,
+        before=ids(reference[max(0, 4 * (at - 8)) : 4 * at]),
+        examples=tuple(ids(s) for s in distinct[:3]),
+        saved_now=now,
+        saved_if_moved=then,
+    )
+
+
+def _agrees_again(reference: bytes, text: bytes, at: int) -> int | None:
+    """Tokens of the reference from `at` on that differ, before it agrees with `text` again."""
+    windows: dict[bytes, int] = {}
+    for skip in range(_LONGEST_DYNAMIC + 1):
+        begin = 4 * (at + skip)
+        window = reference[begin : begin + 4 * _PROBE]
+        if len(window) == 4 * _PROBE:
+            windows.setdefault(window, skip)
+    for skip in range(_LONGEST_DYNAMIC + 1):
+        begin = 4 * (at + skip)
+        found = windows.get(text[begin : begin + 4 * _PROBE])
+        if found is not None:
+            return found
+    return None
+
+
+def _find(text: bytes, anchor: bytes, at: int) -> int | None:
+    """Token position of `anchor` at most `_LONGEST_DYNAMIC` tokens behind `at`."""
+    begin, end = 4 * at, 4 * (at + _LONGEST_DYNAMIC) + len(anchor)
+    place = text.find(anchor, begin, end)
+    while place >= 0 and place % 4:
+        place = text.find(anchor, place + 1, end)
+    return None if place < 0 else place // 4

@@ -56,7 +56,7 @@ class BlockPool:
         self.num_recycled = 0
         self.readers: dict[int, int] = {}  # block -> pending copies that read it
         self._held: list[list[int]] = []  # released batches, tail first, that wait for their readers
-        self.num_held = 0
+        self.held: set[int] = set()  # the blocks in them
 
     @property
     def num_usable(self) -> int:
@@ -69,11 +69,13 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        return self.num_usable - self.num_free - self.num_held
+        return self.num_usable - self.num_free - len(self.held)
 
     def num_idle(self, blocks: list[int]) -> int:
         """How many of the blocks wait among the evictable ones."""
         ref = self.ref
+        if self.held:
+            return sum([not ref[b] and b not in self.held for b in blocks])
         return sum([not ref[b] for b in blocks])
 
     # ------------------------------------------------------------ hand out
@@ -119,7 +121,7 @@ class BlockPool:
             candidates = self.policy.victim(min(width, self.num_evictable), now)
             for block in candidates[width // 2 :]:
                 leaf = self.index.leaf_below(block)
-                if not self.ref[leaf] and leaf not in self.readers:
+                if not self.ref[leaf] and leaf not in self.held:
                     return leaf
             if width >= self.num_evictable:
                 raise InvariantError(f"no evictable leaf among {self.num_evictable} evictable blocks")
@@ -159,8 +161,17 @@ class BlockPool:
                 ref[b] += 1
         if not self.index.indexes:
             return
+        if self.held:
+            idle = self._take_held(idle)
         self.num_evictable -= len(idle)
         self.policy.hit(blocks, idle, first, hints, now)
+
+    def _take_held(self, idle: list[int]) -> list[int]:
+        """Held blocks are in use again without having been in the queue; returns the others."""
+        back = self.held.intersection(idle)
+        self.held -= back
+        self._held = [[b for b in batch if b not in back] for batch in self._held]
+        return [b for b in idle if b not in back]
 
     def share(self, blocks: list[int]) -> None:
         """Add a reference to blocks in use: a fork, not a hit."""
@@ -193,7 +204,7 @@ class BlockPool:
             raise InvariantError(f"block {culprit}: freed more often than referenced; ref_cnt {ref[culprit]}")
         if self.readers and any(b in self.readers for b in idle):
             self._held.append(idle)
-            self.num_held += len(idle)
+            self.held.update(idle)
         elif idle:
             self._queue(idle, now)
 
@@ -225,7 +236,7 @@ class BlockPool:
         """All pending copies have been handed out: held batches return to the queue, in order."""
         self.readers.clear()
         held, self._held = self._held, []
-        self.num_held = 0
+        self.held.clear()
         for idle in held:
             self._queue(idle, now)
 

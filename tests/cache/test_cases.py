@@ -470,6 +470,24 @@ def test_the_source_of_a_pending_copy_is_not_handed_out(drive, tokens):
     assert part in d.queue and d.m.num_free == 2
 
 
+def test_a_held_block_can_be_hit_before_its_copy_has_run(drive, tokens):
+    d, prompt = drive(partial=1), tokens.new(8)
+    first = d.start(prompt)
+    d.m.begin(50, d.chain(prompt[:6] + tokens.new(2)))
+    assert d.m.reserve(50, 2)  # copies half of the first sequence's second block
+    source = d.m.table(first)[1]
+    d.m.release(first)
+    assert source not in d.queue and source not in d.ref
+    d.m.begin(51, d.chain([*prompt, 1]))
+    assert d.m.reserve(51, 1) and d.m.table(51)[1] == source and d.ref[source] == 1
+    d.m.check_invariants()
+    d.m.release(51)
+    d.m.check_invariants()
+    d.m.take_copies()
+    d.m.check_invariants()
+    assert d.queue.count(source) == 1
+
+
 def test_B063_what_can_never_fit_is_known_at_once(drive):
     m = PagedManager(num_blocks=50, block_size=16)
     assert (m.num_blocks_for(1002), m.num_usable) == (63, 49)

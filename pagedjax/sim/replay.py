@@ -8,13 +8,16 @@ Tail first means that of one chain the head is the youngest: a block never outli
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from pagedjax.cache.eviction import EvictionPolicy
+from pagedjax.cache.policies import make_policy
+from pagedjax.cache.protocol import NO_HINTS
 from pagedjax.sim.trace import Trace, TraceRequest
 
 Insert = Literal["prompt", "prompt+output"]
@@ -245,7 +248,81 @@ class LRU:
                     present.popitem(last=False)
 
 
-def _leading(keys: list[int], present: set[int] | OrderedDict[int, None]) -> int:
+class PolicyStore:
+    """Holds up to `capacity` blocks under any eviction policy of `pagedjax.cache`.
+
+    A request uses its blocks and lets go of them, tail first; meanwhile they cannot be evicted. Of a
+    request larger than the store the front is kept. Time is the request's number.
+
+    Args:
+        capacity: Blocks.
+        policy: Name in `POLICIES`, or a factory num_blocks → policy (`Belady` needs the future, see
+            `future_of`).
+    """
+
+    def __init__(self, capacity: int, policy: str | Callable[[int], EvictionPolicy] = "lru") -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: must be at least 1 block")
+        self.capacity = capacity
+        self.policy = make_policy(policy, capacity + 1)
+        self.present: dict[int, int] = {}
+        self._content: dict[int, int] = {}
+        self._blank = list(range(capacity, 0, -1))
+        self._now = 0.0
+
+    def hits(self, keys: np.ndarray) -> int:
+        return _leading(keys.tolist(), self.present)
+
+    def touch(self, keys: np.ndarray) -> None:
+        kept = keys[: self.capacity].tolist()
+        present, policy, now = self.present, self.policy, self._now
+        blocks = [present.get(key, 0) for key in kept]
+        for first, last in _runs(blocks):
+            policy.hit(blocks[first:last], blocks[first:last], first, NO_HINTS, now)
+        missing = blocks.count(0)
+        short = missing - len(self._blank)
+        if short > 0:
+            victims = policy.victim(short, now)
+            policy.remove(victims)
+            for victim in victims:
+                del present[self._content.pop(victim)]
+            self._blank += reversed(victims)
+        fresh = [i for i, block in enumerate(blocks) if not block]
+        for i in fresh:
+            blocks[i] = self._blank.pop()
+            present[kept[i]] = blocks[i]
+            self._content[blocks[i]] = kept[i]
+        for i in fresh:
+            policy.insert([blocks[i]], [_digest(kept[i])], i, NO_HINTS, now)
+        policy.release(blocks[::-1], now)
+        self._now = now + 1.0
+
+
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of each stretch of resident blocks."""
+    first = None
+    for i, block in enumerate([*blocks, 0]):
+        if block and first is None:
+            first = i
+        elif not block and first is not None:
+            yield first, i
+            first = None
+
+
+def _digest(key: int) -> bytes:
+    return key.to_bytes(8, "little", signed=True)
+
+
+def future_of(trace: Trace, block_size: int) -> dict[bytes, list[float]]:
+    """When each block of a trace is asked for, in request numbers: what `Belady` has to know."""
+    future: dict[bytes, list[float]] = {}
+    for number, refs in enumerate(stream_refs(trace, block_size)):
+        for key in refs.lookup.tolist():
+            future.setdefault(_digest(key), []).append(float(number))
+    return future
+
+
+def _leading(keys: list[int], present: Container[int]) -> int:
     for count, key in enumerate(keys):
         if key not in present:
             return count

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedjax.cache import POLICIES
+from pagedjax.cache.policies import Belady
 from pagedjax.sim.curve import (
     NEVER,
     _earlier_and_greater,
@@ -17,7 +19,7 @@ from pagedjax.sim.curve import (
     lru_curve,
     stack_distances,
 )
-from pagedjax.sim.replay import LRU, BlockKeys, Unbounded, chain_keys, replay
+from pagedjax.sim.replay import LRU, BlockKeys, PolicyStore, Unbounded, chain_keys, future_of, replay
 from pagedjax.sim.synth import chat, document_questions
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace, read_agentic
 
@@ -96,6 +98,27 @@ def test_belady_is_no_less_than_an_exhaustive_optimum() -> None:
                     grown[kept] = max(grown.get(kept, 0), gained)
             states = grown
         assert belady_bound(refs, 2) == max(states.values())
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12))
+def test_policy_store_under_lru_is_lru(seed: int, capacity: int) -> None:
+    trace = _tree_trace(seed, 40, 3, 6)
+    assert replay(trace, 4, PolicyStore(capacity, "lru")) == replay(trace, 4, LRU(capacity))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_beats_the_bound(name: str) -> None:
+    for seed in range(5):
+        trace = _tree_trace(seed, 200, 4, 5)
+        refs = load_references(trace, 4)
+        future = future_of(trace, 4)
+        policy = (lambda n, f=future: Belady(n, f)) if name == "belady" else name
+        for capacity in (3, 10, 40):
+            store = PolicyStore(capacity, policy)
+            hits = replay(trace, 4, store).hit_blocks
+            assert hits <= belady_bound(refs, capacity)
+            assert len(store.present) <= capacity
+            assert name != "belady" or capacity < 10 or hits >= replay(trace, 4, LRU(capacity)).hit_blocks
 
 
 def test_empty_trace_has_an_empty_curve() -> None:

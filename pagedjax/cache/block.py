@@ -108,7 +108,8 @@ class BlockPool:
         # Inner blocks stay until everything below them is gone: the tail below a victim goes instead.
         ready = self.index.leading_leaves(victims)
         out = victims[:ready]
-        self._recycle(out, evicted=True)
+        if out:
+            self._recycle(out, evicted=True)
         while len(out) < n:
             leaf = self._leaf(now)
             self._recycle([leaf], evicted=True)

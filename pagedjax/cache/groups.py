@@ -67,7 +67,11 @@ class EvictedKeys:
         self._table = np.zeros(self._mask + 1, dtype=np.uint64)
 
     def add(self, keys: list[bytes]) -> None:
-        marks = np.frombuffer(b"".join([key[:8] for key in keys]), dtype="<u8")
+        size = len(keys[0])
+        if size % 8 == 0:
+            marks = np.frombuffer(b"".join(keys), dtype="<u8")[:: size // 8]
+        else:
+            marks = np.array([int.from_bytes(key[:8], "little") for key in keys], dtype=np.uint64)
         self._table[marks & np.uint64(self._mask)] = marks
 
     def __contains__(self, key: bytes) -> bool:

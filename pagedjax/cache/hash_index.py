@@ -72,7 +72,10 @@ class HashIndex:
         children = self._children.get(self._parent_key(chain, num_blocks))
         if children is None:
             return 0, 0
-        wanted = pack_tokens(chain.tokens[at : at + max_tokens])
+        if max_tokens == size:
+            wanted = chain.packed(num_blocks + 1)[4 * at : 4 * (at + size)]
+        else:
+            wanted = pack_tokens(chain.tokens[at : at + max_tokens])
         near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
         shared, best = max([(common_prefix_tokens(self._content(b), wanted), b) for b in near])
         return (best, shared) if shared else (0, 0)
@@ -153,8 +156,11 @@ class HashIndex:
         children, parent_of = self._children, self._parent
         if is_first:
             self._namespaced |= bool(chain.extra.namespace)
+            self._children.setdefault(_ANYWHERE, [])
             self._add_child(_ANYWHERE, blocks[0])
             self._firsts.add(blocks[0])
+            # First blocks are always kept in lists, so that `forget` meets them on its careful path.
+            self._children.setdefault(parents[0], [])
         for b, parent in zip(blocks, parents):
             parent_of[b] = parent
         # The first may join others under a parent that many continue; the rest follow each other.
@@ -182,24 +188,26 @@ class HashIndex:
             return
         at = bisect_left(held, self._content(block), key=self._content)
         del held[held.index(block, at)]
-        if len(held) == 1:
-            self._children[parent] = held[0]
+        if not held:
+            del self._children[parent]
 
     # --------------------------------------------------------------- forget
 
     def forget(self, blocks: list[int], keys: list[bytes]) -> None:
-        block_of, twins, children, parent_of = self._block_of, self._twins, self._children, self._parent
-        firsts = self._firsts
+        block_of, twins, parent_of = self._block_of, self._twins, self._parent
+        take_child = self._children.pop
         for b, key in zip(blocks, keys):
             if twins and key in twins:
                 self._forget_copy(key, b)
             else:
                 del block_of[key]
+            # Nearly every block is the only child of its parent, and then the entry is the block itself.
             parent = parent_of[b]
-            if parent is not None and children[parent] == b and b not in firsts:
-                del children[parent]
+            held = take_child(parent, None)  # type: ignore[arg-type]
+            if held == b:
                 parent_of[b] = None
-            else:
+            elif parent is not None:
+                self._children[parent] = held  # type: ignore[assignment]
                 self._forget_child(b)
 
     def _forget_child(self, block: int) -> None:

@@ -225,8 +225,8 @@ class GgufFile:
                 )
         if info.kind == "F32":
             return data.view("<f4").reshape(shape)
-        packed = data.view("<f2") if info.kind == "F16" else data
-        packed = packed.reshape(shape[0] if len(shape) > 1 else 1, -1)
+        numbers = data.view("<f2") if info.kind == "F16" else data
+        packed = numbers.reshape(shape[0] if len(shape) > 1 else 1, -1)
         with np.errstate(all="ignore"):  # a damaged scale is inf or nan; who reads the rows looks for that
             return gguf.quants.dequantize(packed, kind).reshape(shape)
 

@@ -1,6 +1,6 @@
 """Weights: from tensor files into the decoder's leaves, and to and from orbax checkpoints.
 
-Leaves are filled one at a time and in strips of a few megabytes, straight into the buffer that becomes the
+Leaves are filled one at a time and in short strips, straight into the buffer that becomes the
 array, in the dtype and on the device it will have. The peak is the result and one strip.
 """
 
@@ -27,7 +27,7 @@ Report = Callable[[int], None]  # told the bytes of each leaf when it is done
 ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding]
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_STRIP_BYTES = 4 << 20
+_CHECKPOINT_CHUNK_BYTES = 4 << 20
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -69,10 +69,12 @@ def read_params(
     kind = numpy_dtype(dtype)
     leaves = leaves_of(config, names, tied=config.tie_embeddings)
     check_tensors(file, leaves, names, tied=config.tie_embeddings)
+    # Strips of float32 grow with the model: few calls for a large one, little beside a small one.
+    strip = min(max(sum(math.prod(leaf.shape) for leaf in leaves) // 64, 1 << 20), 64 << 20)
     params: Params = {}
     for leaf in leaves:
         buffer = _aligned_empty(leaf.shape, kind)
-        _fill(buffer, file, leaf)
+        _fill(buffer, file, leaf, strip)
         where = sharding(leaf.path, leaf.shape) if sharding else None
         set_leaf(params, leaf.path, jax.device_put(buffer, where))
         if report:
@@ -117,7 +119,7 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
 def save_params(path: Path, params: Params) -> None:
     """Write the leaves as an orbax checkpoint; `path` must not exist yet."""
     # Small chunks: a leaf is read chunk by chunk, so no second copy of a large one is held.
-    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_STRIP_BYTES), params)
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHECKPOINT_CHUNK_BYTES), params)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path.absolute(), params, save_args=save_args)
         checkpointer.wait_until_finished()
@@ -211,12 +213,12 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf) -> None:
+def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf, strip_bytes: int) -> None:
     column = 0
     for part in leaf.parts:
         width = part.shape[0] if part.transpose or len(part.shape) == 1 else part.shape[-1]
         target = out[..., column : column + width] if len(leaf.parts) > 1 else out
-        for start, stop in _strips(part):
+        for start, stop in _strips(part, strip_bytes):
             rows = file.rows(part.name, start, stop)
             if not np.isfinite(rows).all():
                 raise ModelError(
@@ -227,11 +229,11 @@ def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf) -> None:
         column += width
 
 
-def _strips(part: Part) -> Iterable[tuple[int, int]]:
+def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:
     rows = part.shape[0]
     if len(part.shape) == 1:
         return [(part.skip, rows)]
-    step = max(1, _STRIP_BYTES // (4 * math.prod(part.shape[1:])))
+    step = max(1, strip_bytes // (4 * math.prod(part.shape[1:])))
     return [(start, min(start + step, rows)) for start in range(part.skip, rows, step)]
 
 

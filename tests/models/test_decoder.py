@@ -12,13 +12,13 @@ from pagedjax.testing import tiny_config, tiny_params
 ROWS = {
     "gqa_tied": {},
     "mha_biases": dict(num_heads=4, num_kv_heads=4, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "mqa_gelu": dict(num_heads=6, num_kv_heads=1, head_dim=16, activation="gelu"),
+    "mqa_gelu_one_layer_without_rope": dict(
+        num_heads=6, num_kv_heads=1, head_dim=16, activation="gelu", rope_layers=(True, False)
+    ),
     "qk_norm_untied": dict(qk_norm=True, tie_embeddings=False),
-    "nope_layers": dict(num_layers=3, rope_layers=(True, False, True)),
-    "windows": dict(num_layers=3, windows=(5, None, 3), local_rope_theta=100.0),
     "gemma_like": dict(
-        num_layers=3,
-        windows=(4, None, 4),
+        windows=(4, None),
+        local_rope_theta=100.0,
         attn_soft_cap=5.0,
         logit_soft_cap=3.0,
         post_norms=True,
@@ -26,17 +26,16 @@ ROWS = {
         query_scale=0.2,
         activation="gelu_tanh",
     ),
-    "gpt2_like": dict(
+    "opt_like": dict(
         positions="learned",
         norm="layer",
         gated_mlp=False,
-        activation="gelu_tanh",
+        activation="relu",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        num_kv_heads=6,
+        head_dim=9,
     ),
-    "opt_like": dict(positions="learned", norm="layer", gated_mlp=False, activation="relu", head_dim=9),
 }
 
 

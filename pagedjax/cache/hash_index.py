@@ -51,8 +51,11 @@ class HashIndex:
         digests = chain.digests(count)
         get = self._block_of.get
         found: list[int] = []
-        for at in range(0, count, 64):
-            part = list(map(get, digests[at : min(at + 64, count)]))
+        at, width = 0, 4  # most misses come at once, most long hits are long: look up in growing pieces
+        while at < count:
+            part = list(map(get, digests[at : min(at + width, count)]))
+            at += width
+            width = 64
             if None in part:
                 found += part[: part.index(None)]  # type: ignore[arg-type]
                 break

@@ -52,28 +52,33 @@ class Bucket:
 class Buckets:
     """The ladder of step shapes: at most 12, so at most 12 compiled programs.
 
-    Three sizes of decode batch (1, about max_num_seqs/4, max_num_seqs) by four of prefill tokens (none,
-    1/16, 1/4 and all of the budget). Warm-up and packing read this one object, so they cannot drift.
+    Up to three sizes of decode batch (max_num_seqs, 1, a quarter of it), alone and beside up to three sizes
+    of prefill tokens (the largest chunk or budget, a quarter, a sixteenth). Warm-up and packing read this
+    one object, so they cannot drift.
 
     Args:
         config: Limits of one step.
+        decode_sizes: 1 to 3. Fewer compile sooner and pad more.
+        prefill_sizes: 1 to 3, likewise.
     """
 
     # A step of prefills alone seldom ends more prompts than this; one that does takes a wider bucket.
     _FEW_SAMPLES = 8
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        seqs = config.max_num_seqs
-        decodes = sorted({1, _power_of_two(max(1, seqs // 4)), seqs})
-        most = config.token_budget if config.chunked_prefill else max(config.token_budget, 1)
-        chunk = min(most, config.chunk_tokens or most)
-        # Decodes of running sequences and chunks share the budget, so the largest prefill part is the
-        # budget itself only where the step has no decodes.
-        prefill = sorted({_power_of_two(max(2, chunk // 16)), _power_of_two(max(2, chunk // 4)), most})
+    def __init__(self, config: SchedulerConfig, decode_sizes: int = 3, prefill_sizes: int = 3) -> None:
+        for name, size in (("decode_sizes", decode_sizes), ("prefill_sizes", prefill_sizes)):
+            if not 1 <= size <= 3:
+                raise ValueError(f"{name}={size}: must be 1, 2 or 3; 3 pads least")
+        seqs, most = config.max_num_seqs, config.token_budget
+        chunk = config.chunk_tokens or most
+        decodes = sorted({seqs, *(1, _power_of_two(max(1, seqs // 4)))[: decode_sizes - 1]})
+        parts = (_power_of_two(max(2, chunk // 4)), _power_of_two(max(2, chunk // 16)))
+        prefill = sorted({most, *(min(p, most) for p in parts[: prefill_sizes - 1])})
         ladder = {Bucket(d, 0, d, d) for d in decodes}
         for tokens in prefill:
             ladder.add(Bucket(0, tokens, seqs, min(self._FEW_SAMPLES, seqs)))
-            ladder |= {Bucket(d, tokens, seqs, max(d, min(self._FEW_SAMPLES, seqs))) for d in decodes[1:]}
+            beside = decodes[1:] if decodes[0] == 1 and seqs > 1 else decodes
+            ladder |= {Bucket(d, tokens, seqs, max(d, min(self._FEW_SAMPLES, seqs))) for d in beside}
         self.ladder = tuple(sorted(ladder, key=lambda b: (b.num_tokens, b.num_samples)))
 
     def smallest(self, plan: StepPlan) -> Bucket:

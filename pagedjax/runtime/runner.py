@@ -33,6 +33,7 @@ class JaxRunner:
         layout: Shape of the KV pool.
         config: Limits of one step; they fix the buckets.
         max_model_len: Longest sequence in tokens; fixes the width of block tables.
+        buckets: Step shapes to compile; None is the full ladder of `config`.
         implementation: Attention implementation; None tries the preferred order.
         on_compile: Called with a bucket before its program is compiled.
     """
@@ -45,6 +46,7 @@ class JaxRunner:
         config: SchedulerConfig,
         *,
         max_model_len: int,
+        buckets: Buckets | None = None,
         implementation: str | None = None,
         on_compile: Callable[[Bucket], None] | None = None,
     ) -> None:
@@ -53,7 +55,7 @@ class JaxRunner:
         self.layout = layout
         self.num_blocks = layout.num_blocks
         self.block_size = layout.block_size
-        self.buckets = Buckets(config)
+        self.buckets = buckets or Buckets(config)
         self.pool: KVPool = make_pool(layout)
         self.on_compile = on_compile
         self._table_width = -(-max_model_len // layout.block_size)

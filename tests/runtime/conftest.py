@@ -18,7 +18,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.kernels import KVLayout, KVPool, make_pool
-from pagedjax.runtime import JaxRunner
+from pagedjax.runtime import Buckets, JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 
 
@@ -109,14 +109,18 @@ def make_engine(_runners) -> Callable[..., Engine]:
         max_model_len: int = 128,
         shuffle: int | None = None,
         poison: bool = False,
+        full_ladder: bool = False,
         **options: Any,
     ) -> Engine:
         config, params = model
         layout = KVLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
-        key = (config, layout, scheduler, max_model_len)
+        buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
+        key = (config, layout, buckets.ladder, max_model_len)
         if key not in _runners:
-            _runners[key] = TestRunner(config, params, layout, scheduler, max_model_len=max_model_len)
+            _runners[key] = TestRunner(
+                config, params, layout, scheduler, max_model_len=max_model_len, buckets=buckets
+            )
         runner = _runners[key]
         runner.manager = manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
         runner.poison = poison

@@ -213,7 +213,7 @@ def test_samples_fork_copy_and_differ(tiny, make_engine, run_all):
 
 
 def test_B089_no_program_is_compiled_after_warm_up(tiny, make_engine):
-    engine = make_engine(tiny)
+    engine = make_engine(tiny, full_ladder=True)
     runner = engine.runner
     runner.warm_up()
     assert runner.num_programs == len(runner.buckets.ladder) <= 12
@@ -240,8 +240,9 @@ def test_B089_no_program_is_compiled_after_warm_up(tiny, make_engine):
 
 @pytest.mark.parametrize("seqs", [1, 2, 3, 8, 32, 100])
 @pytest.mark.parametrize("budget", [100, 256, 2048])
-def test_every_step_the_limits_allow_has_a_bucket(seqs, budget):
-    buckets = Buckets(SchedulerConfig(seqs, budget))
+@pytest.mark.parametrize("sizes", [1, 2, 3])
+def test_every_step_the_limits_allow_has_a_bucket(seqs, budget, sizes):
+    buckets = Buckets(SchedulerConfig(seqs, budget), sizes, sizes)
     assert len(buckets.ladder) <= 12
     for decodes in range(seqs + 1):
         for prefill in {0, 2, 3, budget // 3, budget - decodes}:

@@ -103,7 +103,8 @@ def _gather(
     index = [rows[:, None, :], (pos % B)[:, None, :], lanes[None, :, None]]
     windows = lax.gather(
         pool.data,
-        jnp.stack([jnp.broadcast_to(x, shape) for x in index], axis=-1),
+        # The barrier stands for an array: folded into the gather, the indices are computed per element.
+        lax.optimization_barrier(jnp.stack([jnp.broadcast_to(x, shape) for x in index], axis=-1)),
         lax.GatherDimensionNumbers(offset_dims=(3, 4), collapsed_slice_dims=(0,), start_index_map=(0, 1, 2)),
         slice_sizes=(1, unit, H),
         mode="promise_in_bounds",
@@ -119,7 +120,7 @@ def _zero_unseen(values: jax.Array, seen: jax.Array) -> jax.Array:
     """
     if values.dtype != jnp.float32:
         return jnp.where(seen[:, None, :, None], values, 0).astype(jnp.float32)
-    keep = -seen.astype(jnp.int32)[:, None, :, None]
+    keep = lax.optimization_barrier(-seen.astype(jnp.int32))[:, None, :, None]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.int32) & keep, jnp.float32)
 
 
@@ -143,7 +144,8 @@ def _decode(
     work, chunk = ragged.decode_list(params.window), ragged.chunk_tokens
     lens = ragged.seq_lens[:Sd]
     size = work.row.shape[0]
-    group = min(size, max(1, _GROUP_BYTES // (chunk * K * H * 4)))
+    most = max(1, _GROUP_BYTES // (chunk * K * H * 4))
+    group = min(size, 1 << (most.bit_length() - 1))
     slots = -(-size // group) * group
     rows, starts = (jnp.pad(x, (0, slots - size)) for x in (work.row, work.start))
 

@@ -1,5 +1,6 @@
 """What the kernel tests share: the float64 oracle and a builder of poisoned ragged steps."""
 
+import functools
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged, write_kv
+from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged
 
 TOLERANCE = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
 GARBAGE = np.array([10**6, -7, 2**30, -1], np.int32)
@@ -75,7 +76,7 @@ def build_step(
     scale: float | None = None,
     **params: Any,
 ) -> Step:
-    """Random rows over randomly placed blocks; keys of earlier steps placed by numpy, this step's by write_kv.
+    """Random rows over randomly placed blocks, keys and values placed there by numpy.
 
     Args:
         poison: Which halves of unwritten slots are NaN: "k", "v" or "kv"; the rest is 0.
@@ -100,7 +101,7 @@ def build_step(
         used += num
 
     def rand(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype), np.float32)
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
 
     q = rand(T, N, H)
     prefix = rand(share, K, H), rand(share, K, H)
@@ -113,17 +114,11 @@ def build_step(
     if "v" in poison:
         fill[K * H :] = np.nan
     data = np.array(np.broadcast_to(fill, layout.shape))
-    new_k, new_v = np.full((T, K, H), np.nan, np.float32), np.full((T, K, H), np.nan, np.float32)
-    token = 0
-    for row, (num, length) in enumerate(zip(query_lens, seq_lens)):
-        old = max(0, length - num)
-        pos = np.arange(old)
+    for row, length in enumerate(seq_lens):
+        pos = np.arange(length)
         at = layer * P + tables[row, pos // B], pos % B
-        data[at[0], at[1], : K * H] = keys[row][:old].reshape(old, K * H)
-        data[at[0], at[1], K * H : 2 * K * H] = values[row][:old].reshape(old, K * H)
-        if length:
-            new_k[token : token + num], new_v[token : token + num] = keys[row][old:], values[row][old:]
-        token += num
+        data[at[0], at[1], : K * H] = keys[row].reshape(length, K * H)
+        data[at[0], at[1], K * H : 2 * K * H] = values[row].reshape(length, K * H)
 
     plan_args = dict(
         block_size=B,
@@ -135,8 +130,7 @@ def build_step(
         tile_queries=tile_queries,
     )
     ragged = plan_ragged(query_lens, seq_lens, tables, **plan_args)
-    pool = KVPool(jnp.asarray(data, dtype), layout)
-    pool = jax.jit(write_kv)(pool, layer, jnp.asarray(new_k), jnp.asarray(new_v), ragged.slot_mapping)
+    pool = KVPool(jnp.asarray(data.astype(jnp.dtype(dtype))), layout)
     params["scale"] = H**-0.5 if scale is None else scale
     return Step(q, keys, values, list(query_lens), pool, layer, ragged, params, tables, plan_args)
 
@@ -152,12 +146,17 @@ def check(oracle):
     """Runs a step and compares output and log-sum-exp with the oracle; returns (o, lse)."""
     from pagedjax.kernels import paged_attention
 
-    def run(step: Step, implementation: str | None = "xla") -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        step: Step, implementation: str | None = "xla", quick: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         dtype = step.pool.layout.dtype
         params = {k: v for k, v in step.params.items() if k != "sinks"}
         sinks = step.params.get("sinks")
 
-        @jax.jit
+        # The large table compiles without LLVM's optimisations, in half the time; named cases with them.
+        @functools.partial(
+            jax.jit, compiler_options={"xla_backend_optimization_level": "0"} if quick else None
+        )
         def device(q, pool, ragged, sinks):
             return paged_attention(
                 q,
@@ -171,7 +170,7 @@ def check(oracle):
             )
 
         sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
-        out, lse = device(jnp.asarray(step.q, dtype), step.pool, step.ragged, sinks)
+        out, lse = device(jnp.asarray(step.q.astype(jnp.dtype(dtype))), step.pool, step.ragged, sinks)
         got, got_lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
         want, want_lse = step.expected(oracle)
         num = step.num_tokens

@@ -1,9 +1,277 @@
+"""Every implementation against the float64 oracle, on one table; poisoned pools; exact invariants."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedjax.kernels import IMPLEMENTATIONS, KVPool, paged_attention, plan_ragged
 
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_mixed(build, check, window):
-    check(build([1, 1, 1, 3, 17, 9], [1, 70, 0, 10, 17, 90], window=window))
-    check(build([1, 1, 1], [1, 70, 33], window=window, buckets=(4, 4, 4)))
-    check(build([5, 20], [9, 64], window=window, soft_cap=3.0, sinks=np.linspace(-1, 2, 6)))
+AXES = {
+    "heads": [(4, 4), (6, 2), (4, 1), (9, 3)],
+    "head_dim": [8, 32, 64, 80, 96, 112, 128, 192, 256],
+    "block_size": [1, 8, 16, 64, 128],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "window": [None, 1, 20],
+    "soft_cap": [None, 5.0],
+    "sinks": [False, True],
+    "rows": ["decode", "prefill", "mixed"],
+}
+
+
+def rows_of(kind: str, block_size: int) -> tuple[list[int], list[int]]:
+    """(query_lens, seq_lens): every border of a block, rows of length 0, chunks behind a cached prefix."""
+    edges = [0, 1, max(1, block_size - 1), block_size, block_size + 1, 70]
+    decode = [1] * len(edges), edges
+    prefill = [2, 9, 8, 17], [2, block_size + 20, 8, 130]
+    if kind == "mixed":
+        return decode[0] + prefill[0], decode[1] + prefill[1]
+    return decode if kind == "decode" else prefill
+
+
+def pairwise(axes: dict[str, list]) -> list[tuple]:
+    """A small set of cases in which every pair of values of two axes occurs (greedy, seeded)."""
+    rng = np.random.default_rng(0)
+    names = list(axes)
+    index_pairs = list(itertools.combinations(range(len(names)), 2))
+    missing = {
+        (i, j, a, b)
+        for i, j in index_pairs
+        for a in range(len(axes[names[i]]))
+        for b in range(len(axes[names[j]]))
+    }
+    cases = []
+    while missing:
+        i, j, a, b = min(missing)
+        candidates = []
+        for _ in range(30):
+            case = [int(rng.integers(len(axes[n]))) for n in names]
+            case[i], case[j] = a, b
+            covers = sum((x, y, case[x], case[y]) in missing for x, y in index_pairs)
+            candidates.append((covers, case))
+        best = max(candidates)[1]
+        missing -= {(x, y, best[x], best[y]) for x, y in index_pairs}
+        cases.append(tuple(axes[n][k] for n, k in zip(names, best)))
+    return cases
+
+
+PAIRWISE = pairwise(AXES)
+
+
+def run_case(build, check, implementation, case):
+    spec = dict(zip(AXES, case))
+    if implementation == "pallas_tpu" and spec["block_size"] < 8:
+        pytest.skip("pallas_tpu takes blocks of 8 tokens and more")
+    qlens, lens = rows_of(spec.pop("rows"), spec["block_size"])
+    spec["sinks"] = np.linspace(-2, 2, spec["heads"][0]) if spec["sinks"] else None
+    try:
+        check(build(qlens, lens, **spec), implementation, quick=True)
+    except NotImplementedError as limit:
+        pytest.skip(f"{implementation}: {limit}")
+
+
+def test_pairwise_set_is_small_and_complete():
+    assert len(PAIRWISE) <= 150
+    for (i, a), (j, b) in itertools.combinations(enumerate(AXES.values()), 2):
+        assert {(x, y) for x in a for y in b} <= {(case[i], case[j]) for case in PAIRWISE}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", PAIRWISE, ids=lambda case: "-".join(map(str, case)))
+def test_equals_oracle(build, check, implementation, case):
+    run_case(build, check, implementation, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("heads", AXES["heads"], ids=str)
+@pytest.mark.parametrize("head_dim", AXES["head_dim"])
+@pytest.mark.parametrize("block_size", AXES["block_size"])
+def test_equals_oracle_full(build, check, implementation, heads, head_dim, block_size):
+    rest = [values for name, values in AXES.items() if name not in ("heads", "head_dim", "block_size")]
+    for values in itertools.product(*rest):
+        run_case(build, check, implementation, (heads, head_dim, block_size, *values))
+
+
+@pytest.mark.parametrize("poison", ["k", "v", "kv"])
+def test_B072_unwritten_values_never_leak(build, check, poison):
+    out, _ = check(build([1], [10], poison=poison))
+    assert np.isfinite(out).all()
+    out, _ = check(build([10], [10], poison=poison))
+    assert np.isfinite(out).all()
+    check(build([1, 3], [4090, 4096], heads=(2, 1), head_dim=16, poison=poison, chunk_tokens=256))
+
+
+def test_B074_window_starts_behind_block_0(build, check):
+    lens = list(range(1, 65))
+    check(build([1] * 64, lens, block_size=4, window=4, chunk_tokens=4))
+    out, _ = check(build([1], [17], block_size=4, window=4, chunk_tokens=4))
+    assert np.isfinite(out).all()
+    check(build([min(3, n) for n in lens[1:]], lens[1:], block_size=4, window=4, chunk_tokens=4))
+
+
+def test_B074_window_items_left_out(build):
+    step = build([1, 1], [17, 64], block_size=4, window=4, chunk_tokens=4)
+    work = step.ragged.decode_list(4)
+    # Query 16 sees 13..16: blocks 3 and 4. Query 63 sees 60..63: block 15.
+    assert work.start[: work.num_items].tolist() == [12, 16, 60]
+    assert step.ragged.decode_list(None).num_items == 5 + 16
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 10])
+def test_B076_query_shorter_than_keys(build, check, query_len):
+    check(build([query_len], [10]))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 192, 256])
+def test_B078_head_dims(build, check, head_dim):
+    step = build([1, 5], [40, 50], head_dim=head_dim)
+    assert step.params["scale"] == head_dim**-0.5
+    out, _ = check(step)
+    assert out.shape[-1] == head_dim
+
+
+@pytest.mark.parametrize("width", [5, 1, 3, 127])
+def test_B081_table_width_not_a_multiple_of_the_chunk(build, check, width):
+    longest = width * 8
+    lens = [longest, max(1, longest - 3), 1]
+    check(build([1, 1, 1], lens, block_size=8, chunk_tokens=32, table_width=width))
+    check(build([4], [longest], block_size=8, chunk_tokens=32, table_width=width))
+
+
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_B083_soft_cap_before_the_mask(build, check, cap):
+    # scale 1: scores reach well into the cap.
+    out, _ = check(build([1, 1, 6], [1, 40, 33], soft_cap=cap, scale=1.0))
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5])
+def test_B084_numbers_of_tiles_and_chunks(build, check, tiles):
+    for implementation in IMPLEMENTATIONS:
+        check(build([8 * tiles], [8 * tiles + 5]), implementation)
+        check(build([1], [32 * tiles]), implementation)
+
+
+def test_B069_resuming_behind_cached_blocks(build, check):
+    step = build([5], [13], block_size=4, table_seed=3)
+    assert step.tables[0, :4].tolist() != [1, 2, 3, 4]
+    check(step)
+
+
+def test_one_decode_row_and_no_decode_rows(build, check):
+    check(build([1], [1], buckets=(1, 1, 1)))
+    check(build([1], [9], buckets=(8, 2, 1)))
+    check(build([3], [9], buckets=(8, 2, 0)))
+    # A bucket with room for more decode rows than there are: tokens of tiles start inside it.
+    check(build([1, 4, 2], [9, 20, 2], buckets=(16, 8, 4)))
+
+
+def test_layer_may_be_traced(build):
+    step = build([1, 5], [40, 50])
+
+    @jax.jit
+    def run(layer):
+        return paged_attention(jnp.asarray(step.q), step.pool, layer, step.ragged, **step.params)
+
+    fixed = paged_attention(jnp.asarray(step.q), step.pool, step.layer, step.ragged, **step.params)
+    np.testing.assert_array_equal(run(jnp.int32(step.layer)), fixed)
+
+
+def device_output(step, pool=None, ragged=None):
+    @jax.jit
+    def run(q, pool, ragged):
+        return paged_attention(q, pool, step.layer, ragged, **step.params)
+
+    return np.asarray(run(jnp.asarray(step.q), pool or step.pool, ragged or step.ragged))[: step.num_tokens]
+
+
+ROWS = dict(query_lens=[1, 1, 1, 7, 20], seq_lens=[5, 64, 33, 40, 20], buckets=(40, 8, 4))
+
+
+def test_permuted_blocks_and_larger_pools_change_no_bit(build):
+    base = device_output(build(**ROWS))
+    for other in (dict(table_seed=9), dict(spare_blocks=200), dict(poison="k")):
+        np.testing.assert_array_equal(device_output(build(**ROWS, **other)), base)
+
+
+def test_wider_tables_change_no_bit(build):
+    base = device_output(build(**ROWS))
+    for width in (5, 8, 33):
+        np.testing.assert_array_equal(device_output(build(**ROWS, table_width=width)), base)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32])
+def test_other_block_sizes_with_equal_chunks_change_no_bit(build, block_size):
+    np.testing.assert_array_equal(
+        device_output(build(**ROWS, block_size=block_size)), device_output(build(**ROWS))
+    )
+
+
+def test_padding_changes_no_bit(build):
+    """The same rows with and without neighbours behind them, in one bucket."""
+    step = build(**ROWS)
+    fewer = plan_ragged([1, 1, 1, 7], [5, 64, 33, 40], step.tables[:4], **step.plan_args)
+    np.testing.assert_array_equal(device_output(step, ragged=fewer)[:10], device_output(step)[:10])
+
+
+def test_log_sum_exp_merges_halves(build):
+    """Two windows' worth of keys, merged by (output, log-sum-exp), equal the whole."""
+    step = build([1], [64], chunk_tokens=16)
+    whole, lse = paged_attention(
+        jnp.asarray(step.q), step.pool, step.layer, step.ragged, return_lse=True, **step.params
+    )
+    half = plan_ragged([1], [32], step.tables, **step.plan_args)
+    first, first_lse = paged_attention(
+        jnp.asarray(step.q), step.pool, step.layer, half, return_lse=True, **step.params
+    )
+    last, last_lse = paged_attention(
+        jnp.asarray(step.q), step.pool, step.layer, step.ragged, window=32, return_lse=True, **step.params
+    )
+    w = np.exp(np.asarray(first_lse) - np.asarray(lse))[0], np.exp(np.asarray(last_lse) - np.asarray(lse))[0]
+    merged = w[0][:, None] * np.asarray(first)[0] + w[1][:, None] * np.asarray(last)[0]
+    np.testing.assert_allclose(merged, np.asarray(whole)[0], atol=1e-6)
+
+
+def test_wrong_calls_name_value_and_rule(build):
+    step = build([1, 5], [40, 50])
+    q = jnp.asarray(step.q)
+    call = lambda q=q, **kw: paged_attention(q, step.pool, 1, step.ragged, **{"scale": 1.0, **kw})  # noqa: E731
+    with pytest.raises(ValueError, match=r"q.shape=.*must be \[T=9"):
+        call(q[:3])
+    with pytest.raises(ValueError, match="N=5 query heads: must be a multiple of K=2"):
+        call(q[:, :5])
+    with pytest.raises(ValueError, match="window=0"):
+        call(window=0)
+    with pytest.raises(ValueError, match="soft_cap=0"):
+        call(soft_cap=0.0)
+    with pytest.raises(ValueError, match=r"sinks\.shape"):
+        call(sinks=jnp.zeros(3))
+    with pytest.raises(ValueError, match="implementation='triton'"):
+        call(implementation="triton")
+    with pytest.raises(ValueError, match=r"implementation=\(\)"):
+        call(implementation=())
+
+
+def test_fallback_names_each_refusal(build, monkeypatch):
+    step = build([1], [40])
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("head_dim=32: must be 7")
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "picky", refuse)
+    q = jnp.asarray(step.q)
+    with pytest.raises(NotImplementedError, match="picky: head_dim=32"):
+        paged_attention(q, step.pool, 1, step.ragged, scale=1.0, implementation="picky")
+    out = paged_attention(q, step.pool, 1, step.ragged, scale=1.0, implementation=("picky", "xla"))
+    assert np.isfinite(np.asarray(out)).all()
+
+
+def test_layer_0_is_not_read_for_layer_1(build, check):
+    step = build([1], [40])
+    P = step.pool.layout.num_blocks
+    poisoned = KVPool(step.pool.data.at[:P].set(jnp.nan), step.pool.layout)
+    check(replace(step, pool=poisoned))

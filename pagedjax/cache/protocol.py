@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -197,6 +197,26 @@ class KVCacheManager(Protocol):
 
     def num_copies(self, seq: int) -> int:
         """Blocks copied on write for this sequence so far."""
+        ...
+
+    def num_computed(self, seq: int) -> int:
+        """Positions of a sequence whose KV is written."""
+        ...
+
+    def pin(self, chain: TokenChain) -> int:
+        """Keep a chain's resident prefix; returns the tokens pinned, 0 if nothing was."""
+        ...
+
+    def unpin(self, chain: TokenChain) -> bool:
+        """Undo `pin`; False: it was not pinned."""
+        ...
+
+    def reset(self, mode: str = "strict") -> ResetReport:
+        """Drop every cached content; "strict" refuses while anything is in use, "preempt" releases it first."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state in plain values."""
         ...
 
     def check_invariants(self) -> None:

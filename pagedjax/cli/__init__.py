@@ -24,6 +24,10 @@ COMMANDS = {
     "bench": "pagedjax.cli.bench",
     "doctor": "pagedjax.cli.doctor",
     "convert": "pagedjax.cli.convert",
+    "trace": "pagedjax.cli.trace",
+    "curve": "pagedjax.cli.curve",
+    "sharing": "pagedjax.cli.sharing",
+    "experiment": "pagedjax.cli.experiment",
 }
 
 

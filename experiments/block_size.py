@@ -1,0 +1,115 @@
+"""What does the block size cost and bring on real token traces?
+
+Source: PagedAttention §7.2 in words (16 is large enough to use the device, small enough to share).
+Counted on the real manager with an unbounded pool. Cost: about a minute.
+    pagedjax experiment run block-size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.common import Claim, Experiment, Row, Unit
+from pagedjax.cache import PagedManager, TokenChain
+from pagedjax.sim.replay import Unbounded, replay
+from pagedjax.sim.trace import open_trace
+
+FILES = {t: f"data/traces/sharegpt_{t}_tokens_300.jsonl.gz" for t in ("llama31", "qwen3")}
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PRINTED = {8: 0.0765, 16: 0.0759, 32: 0.0751, 64: 0.0734, 128: 0.0687, 256: 0.0637}
+
+
+def _units(smoke: bool, seed: int) -> list[Unit]:
+    if smoke:
+        return [{"trace": "llama31", "block_size": 64, "partial": 0, "head": 60}]
+    return [
+        {"trace": t, "block_size": b, "partial": p, "head": 0}
+        for t in FILES
+        for b in SIZES
+        for p in ((0, 1) if b > 1 else (0,))
+    ]
+
+
+def _run(unit: Unit, data: Path) -> Iterator[Row]:
+    """Requests one after another, answers cached too; the pool is large enough never to evict."""
+    trace = open_trace(data / FILES[unit["trace"]])
+    if unit["head"]:
+        trace = trace.head(unit["head"])
+    size = unit["block_size"]
+    total = sum(-(-(r.num_input + r.num_output) // size) for r in trace)
+    manager = PagedManager(num_blocks=total + 2, block_size=size, partial=unit["partial"])
+    requests = prompt_tokens = slots = tokens = hashes = 0
+    for seq, request in enumerate(trace):
+        assert request.token_ids is not None and request.output_ids is not None
+        chain = TokenChain(request.token_ids, block_size=size)
+        hit = manager.begin(seq, chain)
+        chain.extend(request.output_ids.tolist())
+        manager.reserve(seq, len(chain) - hit.num_tokens)
+        manager.commit(seq, len(chain), float(seq))
+        requests += 1
+        prompt_tokens += request.num_input
+        tokens += len(chain)
+        slots += len(manager.table(seq)) * size
+        hashes += chain.num_full_blocks
+        manager.release(seq)
+    stats = manager.stats
+    counts = replay(trace, size, Unbounded(), insert="prompt+output")
+    yield {
+        "trace": unit["trace"],
+        "block_size": size,
+        "partial_reuse": bool(unit["partial"]),
+        "hit_by_token": counts.by_token,
+        "hit_engine": stats.hit_tokens / prompt_tokens,
+        "recomputed_tokens": counts.hit_tokens - stats.hit_tokens,
+        "fragmentation": 1 - tokens / slots,
+        "worst_tail_tokens": size - 1,
+        "hashes_per_request": hashes / requests,
+        "lookups_per_request": counts.full_blocks / requests,
+        "copies": stats.copies,
+    }
+
+
+def _hit(size: int) -> Callable[[list[Row]], float | None]:
+    def pick(rows: list[Row]) -> float | None:
+        own = [
+            r for r in rows if (r["trace"], r["block_size"], r["partial_reuse"]) == ("llama31", size, False)
+        ]
+        return own[0]["hit_by_token"] if own and len(rows) > 1 else None
+
+    return pick
+
+
+def _plot(rows: list[Row], axes: Any) -> None:
+    for name in FILES:
+        for partial in (False, True):
+            own = [r for r in rows if r["trace"] == name and r["partial_reuse"] == partial]
+            if own:
+                label = f"{name}{', with parts of blocks' if partial else ''}"
+                axes.plot(
+                    [r["block_size"] for r in own], [r["hit_engine"] for r in own], marker="o", label=label
+                )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("block size, tokens")
+    axes.set_ylabel("prompt tokens from the cache")
+    axes.legend(fontsize=8)
+
+
+EXPERIMENT = Experiment(
+    name="block-size",
+    question="What does the block size cost and bring on real token traces, with and without parts of blocks?",
+    kind="counted",
+    definition=(
+        "hit_by_token: replay with an infinite cache, prompts and answers inserted; hit_engine: PagedManager under "
+        "its own rules, requests one after another; fragmentation: unused slots over slots of the final tables"
+    ),
+    claims=tuple(
+        Claim(f"llama31, block size {b}: hit by token", v, "measured on the published trace", _hit(b), 1e-3)
+        for b, v in PRINTED.items()
+    ),
+    units=_units,
+    run=_run,
+    plot=_plot,
+    data=tuple(FILES.values()),
+)

@@ -1,0 +1,62 @@
+"""`pagedjax curve`: hit ratio against cache size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import click
+
+from pagedjax.cli.trace import COMMON, FILE, QUIET, TOKENIZER, open_with, requests_bar
+
+
+@click.command("curve")
+@FILE
+@click.option(
+    "--block-size",
+    "sizes",
+    type=int,
+    multiple=True,
+    help="Tokens per block; repeatable.  [default: the trace's, or 16]",
+)
+@click.option(
+    "--capacity", "capacities", type=int, multiple=True, help="Blocks; repeatable.  [default: powers of two]"
+)
+@click.option("--policy", "policies", multiple=True, help="Another policy to replay beside LRU; repeatable.")
+@click.option("--bound", is_flag=True, help="Add Belady's bound for block requests.")
+@COMMON
+@TOKENIZER
+@QUIET
+def command(
+    file: Path,
+    sizes: tuple[int, ...],
+    capacities: tuple[int, ...],
+    policies: tuple[str, ...],
+    bound: bool,
+    common_prefix: bool,
+    tokenizer: str,
+    quiet: bool,
+) -> None:
+    """Hit ratio by block at every capacity, LRU in one pass over the trace (CSV on stdout)."""
+    from pagedjax.sim.curve import belady_bound, load_references, lru_curve
+    from pagedjax.sim.replay import PolicyStore, replay
+
+    trace = open_with(file, tokenizer, common_prefix)
+    print(
+        ",".join(
+            ["block_size", "capacity_blocks", "lru", "lru_by_token", *policies, *(["bound"] if bound else [])]
+        )
+    )
+    for size in sizes or ((trace.granularity if trace.granularity > 1 else 16),):
+        refs = load_references(trace, size, progress=requests_bar("read", quiet))
+        curve = lru_curve(refs)
+        chosen: list[float] = [*capacities] or [2**k for k in range(max(refs.num_distinct, 1).bit_length())]
+        for capacity in (*chosen, math.inf):
+            row = [curve.by_block(capacity), curve.by_token(capacity)]
+            blocks = int(min(capacity, max(refs.num_distinct, 1)))
+            for name in policies:
+                bar = requests_bar(f"{name}, {blocks} blocks", quiet)
+                row.append(replay(trace, size, PolicyStore(blocks, name), progress=bar).by_block)
+            if bound:
+                row.append(belady_bound(refs, blocks) / max(len(refs.keys), 1))
+            print(",".join([str(size), str(capacity), *(f"{v:.6f}" for v in row)]))

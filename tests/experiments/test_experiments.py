@@ -1,0 +1,152 @@
+"""Every experiment's smoke run, results that survive kill -9, tables and plots."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments import common  # noqa: E402
+
+NAMES = common.names()
+COUNTED = ["hit-length", "indexes", "ledger"]  # these need no shared data
+
+
+@pytest.fixture
+def data(request: pytest.FixtureRequest) -> Path:
+    return request.config.getoption("--data-dir").resolve()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke_run_gives_rows_table_and_plot(name: str, tmp_path: Path, data: Path) -> None:
+    experiment = common.load(name)
+    try:
+        common.check_data(experiment, data)
+    except common.MissingData as missing:
+        pytest.skip(str(missing))
+    started = time.process_time()
+    rows = common.run_all([name], tmp_path, smoke=True, data=data)[name]
+    assert time.process_time() - started < 10
+    assert rows and experiment.kind in ("counted", "simulated", "measured")
+    for claim in common.claim_rows(experiment, rows):
+        assert claim["verdict"] in ("", "reproduced", "differs")
+    written = common.write_tables(experiment, rows, tmp_path) + common.write_plots(experiment, rows, tmp_path)
+    assert all(path.stat().st_size > 0 for path in written)
+    header = json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[0])
+    assert header["experiment"] == name and set(header["data"]) == set(experiment.data)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if common.load(n).kind != "measured"])
+def test_runs_are_pure(name: str, tmp_path: Path, data: Path) -> None:
+    experiment = common.load(name)
+    if any(not (data / f).is_file() for f in experiment.data):
+        pytest.skip(f"{name}: its data is not there")
+    unit = experiment.units(True, 0)[0]
+    assert list(experiment.run(unit, data)) == list(experiment.run(unit, data))
+
+
+def test_drawn_case() -> None:
+    draw = common.load("hit-length").draw
+    assert draw is not None
+    assert draw({"prompt": 14, "prefix": 10, "block_size": 4}).splitlines() == [
+        "|####|####|....|..|",
+        "8 hit (#), 6 computed (.)",
+    ]
+    with pytest.raises(ValueError, match="prefix=11"):
+        draw({"prompt": 10, "prefix": 11})
+
+
+@pytest.mark.parametrize("prompt", [1, 16, 33])
+def test_the_pages_formula_is_the_managers(prompt: int) -> None:
+    from experiments.hit_length import count
+
+    for block_size in (1, 4, 16):
+        for prefix in range(prompt + 1):
+            by_rule = min(prefix // block_size, (prompt - 1) // block_size) * block_size
+            assert count(prompt, prefix, block_size) == by_rule
+
+
+def test_ledger_at_full_size(tmp_path: Path) -> None:
+    """One case of the full ledger on the real manager: 157,000 blocks alone, 32,125 shared."""
+    ledger = common.load("ledger")
+    unit = next(u for u in ledger.units(False, 0) if u["block_size"] == 16 and u["common"] == 2000)
+    (row,) = ledger.run(unit, tmp_path)
+    assert (row["blocks_alone"], row["blocks_shared"], row["shared_share"]) == (157_000, 32_125, 0.8)
+
+
+def test_killed_run_resumes_to_the_same_rows(tmp_path: Path) -> None:
+    """kill -9 in the middle, a cut last line, then resume: nothing twice, nothing lost."""
+    whole = common.run_all(COUNTED, tmp_path / "whole", smoke=True)
+    out = tmp_path / "killed"
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path; from experiments import common\n"
+        f"common.run_all({COUNTED!r}, Path({str(out)!r}), smoke=True, advance=lambda n: time.sleep(0.2))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    path = out / "indexes.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or path.read_bytes().count(b"\n") < 4):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = path.read_bytes().count(b"\n") - 1
+    assert 3 <= finished < len(common.load("indexes").units(True, 0))
+    with path.open("ab") as file:
+        file.write(b'{"unit": 14, "rows": [{"traf')
+    ran: list[float] = []
+    resumed = common.run_all(COUNTED, out, smoke=True, resume=True, advance=ran.append)
+    assert resumed == whole
+    for name in COUNTED:
+        assert (out / f"{name}.jsonl").read_text() == (tmp_path / "whole" / f"{name}.jsonl").read_text()
+
+
+def test_resume_does_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common.run_all(["hit-length"], tmp_path, smoke=True)
+    file = common.ResultFile(tmp_path / "hit-length.jsonl")
+    header, units = file.read()
+    assert header is not None
+    lost = units.pop(1)
+    file.start(header, units)
+    done: list[object] = []
+    monkeypatch.setattr(common, "_work", lambda name, unit, data: done.append(unit) or lost)
+    common.run_all(["hit-length"], tmp_path, smoke=True, resume=True)
+    assert len(done) == 1
+    notes: list[str] = []
+    common.run_all(["hit-length"], tmp_path, smoke=True, seed=1, resume=True, note=notes.append)
+    assert "other settings" in notes[0] and len(done) > 1
+
+
+def test_two_processes_give_the_same_file(tmp_path: Path) -> None:
+    for jobs in (1, 2):
+        common.run_all(["hit-length", "ledger"], tmp_path / str(jobs), smoke=True, jobs=jobs)
+    for name in ("hit-length", "ledger"):
+        assert (tmp_path / "1" / f"{name}.jsonl").read_text() == (
+            tmp_path / "2" / f"{name}.jsonl"
+        ).read_text()
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert common.run_all(["mooncake-curve"], tmp_path, smoke=True, data=tmp_path, note=notes.append) == {}
+    assert "mooncake_conversation_trace" in notes[0] and "--data-dir" in notes[0]
+    with pytest.raises(ValueError, match="experiment=nope: must be one of"):
+        common.load("nope")
+
+
+def test_summary_lists_claims_and_commands(tmp_path: Path) -> None:
+    common.run_all(["hit-length"], tmp_path, smoke=True)
+    text = common.summary(tmp_path)
+    assert "pagedjax experiment run hit-length" in text and "| 8 | 8 | 1 | reproduced |" in text
+    assert text.count("No result is committed.") == len(NAMES) - 1
+
+
+def test_committed_summary_is_of_the_committed_results() -> None:
+    assert (common.FOLDER / "README.md").read_text() == common.summary(common.FOLDER / "results")

@@ -654,7 +654,7 @@ class PagedManager:
         holders = [seq for seq, state in self._seqs.items() if not state.recorded] + list(self._swapped)
         if mode == "strict" and (holders or self._pins):
             return ResetReport(False, blocked_by=len(holders) + len(self._pins))
-        for seq in [*self._seqs, *self._swapped]:
+        for seq in holders:
             self.release(seq)
         for extra, tokens in list(self._pins):
             self.unpin(TokenChain(tokens, block_size=self.block_size, extra=extra))

@@ -549,6 +549,16 @@ def test_stats_snapshot_and_delta(drive, tokens):
     assert before.hit_tokens == 0
 
 
+def test_reset_makes_recorded_hits_stale(drive, tokens):
+    d, prompt = drive(), tokens.new(9)
+    d.send(prompt)
+    d.m.begin(5, d.chain(prompt))
+    assert d.m.reset("strict")
+    assert not d.m.reserve(5, 1)
+    assert d.m.begin(5, d.chain(prompt)).num_tokens == 0 and d.m.reserve(5, 9)
+    d.m.check_invariants()
+
+
 def test_B105_reset_says_what_it_did(drive, tokens):
     d, prompt = drive(), tokens.new(9)
     running = [d.start(prompt), d.start(tokens.new(9))]

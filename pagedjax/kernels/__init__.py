@@ -2,6 +2,7 @@
 
 from pagedjax.kernels.api import IMPLEMENTATIONS, paged_attention
 from pagedjax.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
+from pagedjax.kernels.cascade import merge_states
 from pagedjax.kernels.layout import DecodeList, KVLayout, KVPool, RaggedBatch, make_pool
 from pagedjax.kernels.plan import plan_ragged
 
@@ -14,6 +15,7 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "make_pool",
+    "merge_states",
     "paged_attention",
     "plan_ragged",
     "scatter_blocks",

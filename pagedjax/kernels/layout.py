@@ -110,7 +110,9 @@ def make_pool(layout: KVLayout, fill: float = 0.0) -> KVPool:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["row", "start", "num_items"], meta_fields=["window"]
+    jax.tree_util.register_dataclass,
+    data_fields=["row", "start", "num_items", "skip", "group_of", "group_row", "group_chunks", "num_groups"],
+    meta_fields=["window"],
 )
 @dataclass(frozen=True)
 class DecodeList:
@@ -120,12 +122,23 @@ class DecodeList:
         row: i32[W], which sequence; entries from num_items on are padding.
         start: i32[W], first token position of the item, a multiple of chunk_tokens.
         num_items: i32[].
+        skip: i32[Sd], first chunk of each row that has an item: those before it lie behind the window
+            or are worked by the row's group.
+        group_of: i32[Sd], the row's shared-prefix group, or -1.
+        group_row: i32[Wg], a row of each group, whose table names the shared blocks.
+        group_chunks: i32[Wg], chunks that the group's rows share.
+        num_groups: i32[].
         window: Keys a query sees, its own included; None sees all. Static.
     """
 
     row: Any
     start: Any
     num_items: Any
+    skip: Any
+    group_of: Any
+    group_row: Any
+    group_chunks: Any
+    num_groups: Any
     window: int | None = None
 
 

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagedjax.kernels.cascade import PrefixGroup, find_groups
 from pagedjax.kernels.layout import DecodeList, RaggedBatch, check_block_size
 
 CHUNK_TOKENS = 256
 TILE_QUERIES = 128
+# Rows from which a shared prefix is worked once (docs/kernels.md, "Break-even").
+MIN_GROUP_ROWS = 4
 
 
 def plan_ragged(
@@ -28,6 +31,8 @@ def plan_ragged(
     windows: Sequence[int | None] = (None,),
     chunk_tokens: int = CHUNK_TOKENS,
     tile_queries: int = TILE_QUERIES,
+    max_groups: int = 0,
+    min_group_rows: int = MIN_GROUP_ROWS,
 ) -> RaggedBatch:
     """Plans one step.
 
@@ -43,6 +48,9 @@ def plan_ragged(
         windows: Attention windows of the model's layers; None (all keys) is always planned.
         chunk_tokens: Keys per decode item, a power of two.
         tile_queries: Most tokens per prefill tile; short buckets get shorter tiles.
+        max_groups: Wg, most shared-prefix groups of decode rows that are worked at once; 0 compiles no
+            such part. Layers with a window never use it.
+        min_group_rows: Rows from which a group pays.
 
     Returns:
         Fresh arrays that hold no reference to the arguments.
@@ -77,9 +85,29 @@ def plan_ragged(
     block = full_tables[rows, pos // block_size]
     slots[:num_tokens] = np.where(pos >= 0, block * block_size + pos % block_size, -1)
 
-    wanted = dict.fromkeys((None, *windows))
+    groups: list[PrefixGroup] = []
+    if max_groups and num_decodes >= min_group_rows:
+        groups = find_groups(
+            full_tables[:num_decodes],
+            lens[:num_decodes],
+            block_size,
+            chunk_tokens,
+            max_groups,
+            min_group_rows,
+        )
     chunks_per_row = -(-M * block_size // chunk_tokens)
-    lists = tuple(_decode_list(lens[:num_decodes], w, chunk_tokens, Sd * chunks_per_row) for w in wanted)
+    lists = tuple(
+        _decode_list(
+            lens[:num_decodes],
+            w,
+            chunk_tokens,
+            Sd,
+            Sd * chunks_per_row,
+            max_groups,
+            groups if w is None else [],
+        )
+        for w in dict.fromkeys((None, *windows))
+    )
     tile_queries = 0 if Sd == T else min(tile_queries, T)
     tile_row, tile_start, num_tiles = _tiles(qlens, starts, num_decodes, T, S, tile_queries)
     return RaggedBatch(
@@ -99,21 +127,41 @@ def plan_ragged(
     )
 
 
-def _decode_list(lens: np.ndarray, window: int | None, chunk_tokens: int, size: int) -> DecodeList:
-    """Chunks of every row, row by row; with a window those that lie wholly behind it are left out."""
-    first = 0 if window is None else np.maximum(lens - window, 0) // chunk_tokens
+def _decode_list(
+    lens: np.ndarray,
+    window: int | None,
+    chunk_tokens: int,
+    Sd: int,
+    size: int,
+    max_groups: int,
+    groups: list[PrefixGroup],
+) -> DecodeList:
+    """Chunks of every row, row by row, less those behind the window and those that a group works."""
+    n = len(lens)
+    skip = np.zeros(Sd, np.int32)
+    group_of = np.full(Sd, -1, np.int32)
+    group_row = np.zeros(max_groups if window is None else 0, np.int32)
+    group_chunks = np.zeros_like(group_row)
+    if window is not None:
+        skip[:n] = np.maximum(lens - window, 0) // chunk_tokens
+    for index, group in enumerate(groups):
+        skip[group.rows] = group.num_chunks
+        group_of[group.rows] = index
+        group_row[index], group_chunks[index] = group.rows[0], group.num_chunks
+    first = skip[:n]
     counts = -(-lens // chunk_tokens) - first
     total = int(counts.sum())
     row = np.zeros(size, np.int32)
     start = np.zeros(size, np.int32)
-    if total == len(lens) and counts.all():
+    if total == n and counts.all():
         row[:total] = np.arange(total)
         start[:total] = first * chunk_tokens
     else:
-        row[:total] = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+        row[:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
         begins = np.cumsum(counts) - counts - first
         start[:total] = (np.arange(total) - np.repeat(begins, counts)) * chunk_tokens
-    return DecodeList(row, start, np.array(total, np.int32), window)
+    num_items, num_groups = np.array(total, np.int32), np.array(len(groups), np.int32)
+    return DecodeList(row, start, num_items, skip, group_of, group_row, group_chunks, num_groups, window)
 
 
 def _tiles(

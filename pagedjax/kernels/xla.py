@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pagedjax.kernels.layout import KVPool, RaggedBatch, read_rows
+from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
 
 # Finite, so that a chunk without a visible key gives exp(0), not NaN; real scores stay far above it.
 NEG = -1e30
@@ -176,11 +176,59 @@ def _decode(
     num_groups = (work.num_items + group - 1) // group
     acc, m, l = lax.fori_loop(0, num_groups, body, empty)
 
-    first = 0 if work.window is None else jnp.maximum(lens - work.window, 0) // chunk
-    counts = jnp.where(jnp.arange(Sd) < ragged.num_decodes, (lens + chunk - 1) // chunk - first, 0)
+    counts = jnp.where(jnp.arange(Sd) < ragged.num_decodes, (lens + chunk - 1) // chunk - work.skip, 0)
     nth = jnp.arange(size // Sd, dtype=jnp.int32)[None, :]
     item = jnp.minimum((jnp.cumsum(counts) - counts)[:, None] + nth, slots - 1)
-    return _merge(acc[item], jnp.where((nth < counts[:, None])[..., None, None], m[item], NEG), l[item])
+    own = _merge(acc[item], jnp.where((nth < counts[:, None])[..., None, None], m[item], NEG), l[item])
+    if work.group_row.shape[0] == 0:
+        return own
+    shared = _shared(queries, pool, layer, ragged, work, params)
+    acc, m, l = (jnp.stack(pair, axis=1) for pair in zip(own, shared))
+    return _merge(acc, m, l)
+
+
+def _shared(
+    queries: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    work: DecodeList,
+    params: _Params,
+) -> tuple[jax.Array, ...]:
+    """Partial state of the decode rows over their groups' shared chunks; NEG where a row is in none.
+
+    Each group's keys are gathered once and meet the queries of all rows in one product; states of rows
+    outside the group are thrown away. All of these keys are written, and every row sees them all.
+    """
+    Sd, K, G, H = queries.shape
+    chunk = ragged.chunk_tokens
+    flat = queries.transpose(1, 0, 2, 3).reshape(K, Sd * G, H)
+
+    def one_group(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        table = ragged.block_tables[work.group_row[i]][None]
+
+        def one_chunk(j: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc, m, l = part
+            start = (j * chunk)[None]
+            k = _gather(pool, layer, table, start, chunk, 0)[0].astype(jnp.float32)
+            v = _gather(pool, layer, table, start, chunk, K)[0].astype(jnp.float32)
+            scores = _cap(_dot("kmh,kth->kmt", flat, k), params.soft_cap)
+            top = jnp.maximum(m, scores.max(axis=-1))
+            shrink = jnp.exp(m - top)
+            p = jnp.exp(scores - top[..., None])
+            return acc * shrink[..., None] + _dot("kmt,kth->kmh", p, v), top, l * shrink + p.sum(axis=-1)
+
+        empty = (jnp.zeros((K, Sd * G, H)), jnp.full((K, Sd * G), NEG), jnp.zeros((K, Sd * G)))
+        part = lax.fori_loop(0, work.group_chunks[i], one_chunk, empty)
+        member = work.group_of == i
+        merged = []
+        for old, new in zip(state, part):
+            by_row = new.reshape(K, Sd, G, *new.shape[2:]).swapaxes(0, 1)
+            merged.append(jnp.where(member.reshape(Sd, *(1 for _ in by_row.shape[1:])), by_row, old))
+        return tuple(merged)
+
+    none = (jnp.zeros((Sd, K, G, H)), jnp.full((Sd, K, G), NEG), jnp.zeros((Sd, K, G)))
+    return lax.fori_loop(0, work.num_groups, one_group, none)
 
 
 def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

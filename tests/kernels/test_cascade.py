@@ -1,0 +1,111 @@
+"""Shared-prefix groups: found by equal block ids, worked once, merged exactly."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.kernels import merge_states, paged_attention, plan_ragged
+from pagedjax.kernels.cascade import find_groups
+
+
+def groups(tables, lens, **change):
+    args = dict(block_size=4, chunk_tokens=8, max_groups=4, min_rows=2) | change
+    return [(g.rows.tolist(), g.num_chunks) for g in find_groups(np.array(tables), np.array(lens), **args)]
+
+
+def test_groups_are_equal_leading_block_ids_in_whole_chunks():
+    tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 9, 7], [8, 2, 3, 4, 5]]
+    assert groups(tables, [20, 20, 20, 20]) == [([0, 1, 2], 1)]
+    assert groups(tables[:2], [20, 20]) == [([0, 1], 2)]
+    # The last token stays with its row: of 16 tokens only the first chunk is shared.
+    assert groups(tables[:2], [16, 20]) == [([0, 1], 1)]
+    assert groups(tables[:2], [8, 20]) == []
+    assert groups(tables, [20, 20, 20, 20], min_rows=4) == []
+    assert groups(tables, [20, 20, 20, 20], block_size=16, chunk_tokens=8) == []
+
+
+def test_the_most_saving_groups_win():
+    tables = [[1, 2, 3, 4, 9], [1, 2, 3, 4, 8], [5, 6, 11, 12, 13], [5, 6, 14, 15, 16], [5, 6, 17, 18, 19]]
+    assert groups(tables, [20] * 5) == [([0, 1], 2), ([2, 3, 4], 1)]
+    assert groups(tables, [20] * 5, max_groups=1) == [([0, 1], 2)]
+
+
+def regroup(step, **change):
+    lens = [len(k) for k in step.keys]
+    args = step.plan_args | dict(max_groups=2, min_group_rows=2) | change
+    return replace(step, ragged=plan_ragged(step.query_lens, lens, step.tables, **args))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("extra", [[], [6]])
+def test_cascade_equals_the_oracle_and_the_plain_pass(build, check, soft_cap, extra):
+    lens = [70, 65, 97, 129]
+    step = build(
+        [1] * 4 + extra,
+        [*lens, *[80 for _ in extra]],
+        share=64,
+        soft_cap=soft_cap,
+        sinks=np.linspace(-1, 1, 6),
+    )
+    shared = regroup(step)
+    work = shared.ragged.decode_list(None)
+    assert int(work.num_groups) == 1 and work.group_chunks[0] == 2 and (work.skip[:4] == 2).all()
+    plain, plain_lse = check(step)
+    merged, merged_lse = check(shared)
+    np.testing.assert_allclose(merged, plain, atol=1e-6)
+    np.testing.assert_allclose(merged_lse[: step.num_tokens], plain_lse[: step.num_tokens], atol=1e-6)
+
+
+def test_rows_outside_the_group_and_empty_plans(build, check):
+    step = build([1] * 3, [70, 65, 64 + 9], share=64)
+    tables = step.tables.copy()
+    alone = regroup(step)
+    assert int(alone.ragged.decode_list(None).num_groups) == 1
+    # One row leaves: same program, other plan.
+    none = regroup(step, min_group_rows=4)
+    assert int(none.ragged.decode_list(None).num_groups) == 0
+    check(none)
+    assert (tables == step.tables).all()
+
+
+def test_windowed_layers_do_not_use_groups(build, check):
+    step = regroup(build([1] * 3, [70, 65, 97], share=64, window=40))
+    assert int(step.ragged.decode_list(40).num_groups) == 0
+    check(step)
+
+
+def test_merge_states_is_softmax_over_the_union():
+    rng = np.random.default_rng(0)
+    scores, values = rng.standard_normal((3, 2, 10)), rng.standard_normal((3, 2, 10, 4))
+
+    def state(s, v):
+        weights = np.exp(s)
+        return (weights[..., None] * v).sum(-2) / weights.sum(-1)[..., None], np.log(weights.sum(-1))
+
+    parts = [state(scores[..., a:b], values[..., a:b, :]) for a, b in ((0, 3), (3, 4), (4, 10))]
+    empty = np.zeros((3, 2, 4)), np.full((3, 2), -np.inf)
+    outs, lses = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*parts, empty))
+    out, lse = merge_states(outs, lses)
+    want, want_lse = state(scores, values)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-6)
+    out, lse = merge_states(outs[3:], lses[3:])
+    assert (np.asarray(out) == 0).all() and (np.asarray(lse) == -np.inf).all()
+
+
+def test_one_program_serves_plans_with_and_without_groups(build):
+    step = build([1] * 4, [70, 65, 97, 129], share=64)
+    traces = 0
+
+    @jax.jit
+    def run(ragged):
+        nonlocal traces
+        traces += 1
+        return paged_attention(jnp.asarray(step.q), step.pool, step.layer, ragged, **step.params)
+
+    with_group, without = regroup(step).ragged, regroup(step, min_group_rows=5).ragged
+    np.testing.assert_allclose(run(with_group), run(without), atol=1e-6)
+    assert traces == 1

@@ -21,8 +21,7 @@ BLOCK_SIZE, NUM_BLOCKS, TABLE_WIDTH, CHUNK = 16, 256, 64, 64
 
 class Decoder:
     def __init__(self, model):
-        c = model.config
-        self.model, self.key = model, jax.random.key(0)
+        c, self.model, self.key = model.config, model, jax.random.key(0)
         self.manager = PagedManager(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         self.pool = make_pool(KVLayout(c.num_layers, NUM_BLOCKS, BLOCK_SIZE, c.num_kv_heads, c.head_dim))
         graphdef = make_decoder(c, "float32")
@@ -47,11 +46,11 @@ class Decoder:
         ids, positions = np.zeros(bucket, np.int32), np.zeros(bucket, np.int32)
         ids[:num_tokens] = chain.tokens[start : start + num_tokens]
         positions[:num_tokens] = np.arange(start, start + num_tokens)
-        sizes = dict(num_tokens_bucket=bucket, num_seqs_bucket=1, decode_bucket=1)
+        sizes = {"num_tokens_bucket": bucket, "num_seqs_bucket": 1, "decode_bucket": 1}
         ragged = plan_ragged([num_tokens], [start + num_tokens], tables, block_size=BLOCK_SIZE, **sizes)
         key = jax.random.fold_in(self.key, start)
-        args = (ids, positions, ragged, num_tokens - 1, key, temperature)
-        token, self.pool = self.step(self.model.params, self.pool, *args)
+        inputs = (ids, positions, ragged, num_tokens - 1, key, temperature)
+        token, self.pool = self.step(self.model.params, self.pool, *inputs)
         self.manager.commit(seq, start + num_tokens, now=float(start))  # full blocks become shareable
         return int(token)
 

@@ -140,7 +140,7 @@ class LLM:
             raise ValueError(
                 f"sampling: {len(params)} given for {len(batch)} prompts; give one for all or one for each"
             )
-        token_ids = [self.encode(prompt) for prompt in batch]
+        token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
         order = [self.engine.add(ids, one, extra=extra) for ids, one in zip(token_ids, params, strict=True)]

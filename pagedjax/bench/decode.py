@@ -12,6 +12,7 @@ ratios taken so mean anything.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,9 @@ def first_token(llm: LLM, *, context: int = 1024, rounds: int = 3) -> Row:
         context: Prompt length, tokens.
         rounds: Pairs of runs; the best of each is kept.
     """
-    cold, warm, cached = [], [], 0
+    cold: list[float] = []
+    warm: list[float] = []
+    cached = 0
     for seed in range(rounds):
         prompt = _prompts(llm, 1, context, seed=1000 + seed)[0]
         for times in (cold, warm):
@@ -280,7 +283,7 @@ class DenseLoop:
     def best_step(self, start: int, steps: int) -> float:
         """Seconds of the fastest of `steps` steps from position `start`, tokens read back each time."""
         tokens = self.step(self.tokens, start)
-        return min(_timed(lambda at=start + 1 + i: self.step(tokens, at)) for i in range(steps))
+        return min(_timed(functools.partial(self.step, tokens, start + 1 + i)) for i in range(steps))
 
 
 def _dense_attention(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import click
@@ -15,13 +14,14 @@ def command() -> None:
     """Measure speed; each figure stands beside a bound taken in the same run."""
 
 
-def _show(common: Common, title: str, rows: list[dict[str, Any]]) -> None:
+def _show(common: Common, tables: dict[str, list[dict[str, Any]]]) -> None:
     if common.as_json:
-        emit_json({"config": common.config.to_dict(), "bench": title, "rows": rows})
+        emit_json({"config": common.config.to_dict(), "tables": tables})
         return
     from pagedjax.report.tables import render
 
-    common.console().print(render(title, rows))
+    for title, rows in tables.items():
+        common.console().print(render(title, rows))
 
 
 @command.command("decode")
@@ -31,7 +31,8 @@ def _show(common: Common, title: str, rows: list[dict[str, Any]]) -> None:
 @click.option("--context", default=512, show_default=True, help="Prompt length in tokens.")
 @click.option("--tokens", default=32, show_default=True, help="Tokens decoded per sequence and round.")
 @click.option("--rounds", default=3, show_default=True, help="Interleaved rounds; the best of each is kept.")
-@common_options()
+# 31 decodes and a 256-token chunk must fit one step.
+@common_options(scheduler__token_budget=288, scheduler__chunk_tokens=256, cache__memory_bytes="1536MiB")
 def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, rounds: int) -> None:
     """Prefill and decode speed of the engine, beside a dense loop, its matrix products, and the floor."""
     from pagedjax.bench import decode as bench
@@ -40,7 +41,8 @@ def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, 
     rows = bench.run(
         llm, batches or (1, 8, 32), context=context, tokens=tokens, rounds=rounds, note=common.note
     )
-    _show(common, "decode", rows)
+    first, mixed = bench.first_token(llm, rounds=rounds), bench.mixed_step(llm, context=context)
+    _show(common, {"decode": rows, "first token": [first], "mixed step": [mixed]})
 
 
 @command.command("in-place")
@@ -49,18 +51,14 @@ def in_place(common: Common) -> None:
     """One decode step of a tiny model over a small and a large pool: the pool must be updated in place."""
     from pagedjax.bench import in_place as bench
 
-    _show(common, "in-place", bench.run())
+    _show(common, {"in-place": bench.run()})
 
 
-def _delegate(name: str, summary: str) -> None:
-    """A bench whose module offers run(config) -> rows and takes no options of its own."""
+@command.command("cache")
+@click.option("--large", is_flag=True, help="Also a pool of 1,000,000 blocks (about half a minute).")
+@common_options()
+def cache(common: Common, large: bool) -> None:
+    """Host time per block: look up, allocate, index, free, evict; beside a bare SHA-256 of the same bytes."""
+    from pagedjax.bench import cache as bench
 
-    @command.command(name, help=summary)
-    @common_options()
-    def run(common: Common) -> None:
-        bench = importlib.import_module(f"pagedjax.bench.{name}")
-        _show(common, name, bench.run(common.config))
-
-
-_delegate("cache", "Blocks per second of the host half: allocate, look up, evict, free.")
-_delegate("kernels", "Attention and KV writes, beside the bytes they move.")
+    _show(common, {"cache": bench.run(common.config, large=large, progress=common.note)})

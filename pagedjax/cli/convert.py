@@ -17,18 +17,12 @@ def command(common: Common, target: Path) -> None:
 
     The folder is complete or absent: it is written beside TARGET and renamed at the end.
     """
-    from pagedjax.models import load_model
-    from pagedjax.models.hub import save_folder
+    from pagedjax.models.hub import convert
 
-    source = common.config.model.model
-    loaded = load_model(
-        source, dtype=common.config.model.dtype, progress=not common.quiet, cache_dir=common.cache_dir
-    )
-    save_folder(loaded, target)
+    source, dtype = common.config.model.model, common.config.model.dtype
+    convert(source, target, dtype=dtype, progress=not common.quiet, cache_dir=common.cache_dir)
     total = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     if common.as_json:
-        emit_json(
-            {"source": source, "target": str(target), "bytes": total, "dtype": common.config.model.dtype}
-        )
+        emit_json({"source": source, "target": str(target), "bytes": total, "dtype": dtype})
     else:
-        print(f"{target}: {source} as {common.config.model.dtype}, {total / 2**20:.0f} MiB")
+        print(f"{target}: {source} as {dtype}, {total / 2**20:.0f} MiB")

@@ -10,22 +10,35 @@ if TYPE_CHECKING:
 
 
 def render(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """One line per row, one column per key; keys that some rows lack stay empty there.
+    """Rows as lines, or as columns where there are few rows of many figures.
 
     Args:
         title: Above the table.
-        rows: Numbers are right-aligned; floats are shown with three significant digits.
+        rows: Equal keys share a column; keys that some rows lack stay empty there. Numbers are
+            right-aligned, floats shown with three significant digits.
     """
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(column.replace("_", " "), justify="right" if numeric else "left")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), show_edge=False)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    if len(rows) < len(keys) > 6:
+        table.show_header = False
+        table.add_column()
+        for _ in rows:
+            table.add_column(justify="right", no_wrap=True)
+        for key in keys:
+            table.add_row(_words(key), *(cell(row.get(key)) for row in rows))
+        return table
+    for key in keys:
+        numeric = all(isinstance(row.get(key), int | float | None) for row in rows)
+        table.add_column(_words(key), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(cell(row.get(column)) for column in columns))
+        table.add_row(*(cell(row.get(key)) for key in keys))
     return table
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def cell(value: Any) -> str:

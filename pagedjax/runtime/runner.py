@@ -130,7 +130,7 @@ class JaxRunner:
     @property
     def num_programs(self) -> int:
         """Step programs compiled so far."""
-        return self.step_fn._cache_size()
+        return self.step_fn._cache_size()  # type: ignore[attr-defined]
 
     def _dispatch(self, bucket: Bucket, batch: StepBatch) -> tuple[Array, Array]:
         if bucket not in self._compiled:

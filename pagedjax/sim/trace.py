@@ -29,6 +29,7 @@ Encode = Callable[[str], list[int]]
 MOONCAKE_GRANULARITY = 512
 _SESSION_SHIFT = 32  # local ids of session s become (s << 32) | id
 _COMMON_SHIFT = 20  # ids of a prefix that sessions share: -((prefix << 20) | position) - 1
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 class TraceError(ValueError):
@@ -135,7 +136,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
     """
-    opener: Callable[..., Any] = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    opener = _OPENERS.get(path.suffix, open)
     number = 0
     seen = False
     with opener(path, "rt", encoding="utf-8") as file:
@@ -210,7 +211,7 @@ class _Row:
         if not isinstance(value, list):
             self.fail(f"{name}={type(value).__name__}", "must be a list of whole numbers")
         try:
-            ids = np.array(value, dtype=np.int64 if value else dtype)
+            ids: np.ndarray = np.array(value, dtype=np.int64 if value else dtype)
         except (TypeError, ValueError, OverflowError):
             self.fail(f"{name}", "must be a list of whole numbers")
         if ids.ndim != 1 or any(type(v) is not int for v in value[:1]):
@@ -566,7 +567,7 @@ def write_trace(path: str | Path, trace: Iterable[TraceRequest], *, granularity:
         ValueError: A request has neither token ids nor granule ids.
     """
     path = Path(path)
-    opener: Callable[..., Any] = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    opener = _OPENERS.get(path.suffix, open)
     count = fresh = 0
     with opener(path, "wt", encoding="utf-8") as file:
         for request in trace:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.kernels import RaggedBatch, plan_ragged
-from pagedjax.request import Sequence
+from pagedjax.request import Sequence as Sample
 from pagedjax.runtime.sampling import SamplingBatch
 from pagedjax.scheduler import StepPlan
 
@@ -142,7 +142,7 @@ def pack(
     positions = np.zeros(bucket.num_tokens, np.int32)
     sample_index = np.zeros(bucket.num_samples, np.int32)
     at = 0
-    sequences: list[Sequence] = []
+    sequences: list[Sample] = []
     for row in rows:
         start, end = row.start, row.start + row.num_tokens
         tokens[at : at + row.num_tokens] = row.seq.chain.tokens[start:end]

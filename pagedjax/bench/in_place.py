@@ -1,81 +1,87 @@
-"""Is the KV pool updated in place? One decode step of a tiny model over a small and a large pool.
-
-A step that copied its pool, or a layer of it, would take time and temporaries in proportion to the pool.
-"""
+"""Is the pool really updated in place? One decode step over a small and a large pool, in turn."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+import psutil
 
-from pagedjax.cache import CopyPlan, TokenChain
+from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine
 from pagedjax.kernels import KVLayout
-from pagedjax.request import Request, SamplingParams, Sequence
+from pagedjax.request import SamplingParams
 from pagedjax.runtime import JaxRunner
-from pagedjax.scheduler import Row, StepPlan
-from pagedjax.testing import tiny_model
+from pagedjax.testing import tiny_config, tiny_params
 
-_CONTEXT = 64
+Row = dict[str, Any]
 
 
 def run(
-    small: int = 1024, large: int = 65_536, *, steps: int = 200, block_size: int = 16
-) -> list[dict[str, Any]]:
-    """Measure one decode step over each pool, interleaved, and ask the compiler what it allocates.
+    sizes: tuple[int, int] = (1024, 65536),
+    *,
+    batch: int = 8,
+    context: int = 64,
+    steps: int = 200,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """Decode with a tiny seeded model over pools of two sizes, step by step in turn.
+
+    A step that copied the pool would take longer with the larger one, need temporaries of its size, and
+    alias fewer bytes than the pool holds.
 
     Args:
-        small, large: Blocks in the two pools.
-        steps: Steps of each; the fastest counts.
-        block_size: Tokens per block.
+        sizes: Blocks of the small and of the large pool.
+        batch: Sequences decoded at once.
+        context: Prompt length, tokens.
+        steps: Timed steps of each; the median is kept.
+        note: Told what is being done.
 
     Returns:
-        A row per pool: blocks, pool bytes, microseconds of a step and its ratio to the small pool's, bytes
-        aliased from input to output, temporaries, and the latter's share of the pool.
+        One row per size: median step seconds, its ratio to the small pool's, bytes of pool, aliased and
+        temporary memory of the compiled step, and resident memory that the process gained by it.
     """
-    model = tiny_model()
-    layout = KVLayout(
-        model.config.num_layers, small, block_size, model.config.num_kv_heads, model.config.head_dim
-    )
-    layouts = [layout, dataclasses.replace(layout, num_blocks=large)]
-    config = SchedulerConfig(max_num_seqs=1, token_budget=16)
-    runners = [
-        JaxRunner(model.config, model.params, one, config, max_model_len=2 * _CONTEXT) for one in layouts
-    ]
-    plan = _decode_plan(block_size)
-    for runner in runners:
-        runner.execute(plan)
-    seconds = [float("inf")] * len(runners)
-    for _ in range(steps):
-        for i, runner in enumerate(runners):
-            started = time.perf_counter()
-            runner.execute(plan)
-            seconds[i] = min(seconds[i], time.perf_counter() - started)
-    rows = []
-    for runner, best in zip(runners, seconds, strict=True):
-        memory: Any = runner.lower(runner.buckets.smallest(plan)).compile().memory_analysis()
+    config = tiny_config()
+    params = jax.device_put(tiny_params(config))
+    limits = SchedulerConfig(max_num_seqs=batch, token_budget=batch * context)
+    process = psutil.Process()
+    engines, rows = [], []
+    for num_blocks in sizes:
+        note(f"pool of {num_blocks:,} blocks")
+        before = process.memory_info().rss
+        layout = KVLayout(config.num_layers, num_blocks, 16, config.num_kv_heads, config.head_dim)
+        runner = JaxRunner(config, params, layout, limits, max_model_len=context + steps + 16)
+        manager = PagedManager(num_blocks=num_blocks, block_size=16)
+        engine = Engine(manager, runner, limits, max_model_len=context + steps + 16)
+        for at in range(batch):
+            prompt = np.random.default_rng(at).integers(0, 256, context).tolist()
+            engine.add(prompt, SamplingParams(max_tokens=steps + 8, ignore_eos=True))
+        for _ in range(4):  # the prefill, and steps that compile
+            engine.step()
+        memory = runner.lower(runner.buckets.ladder[-1]).compile().memory_analysis()
+        engines.append(engine)
         rows.append(
             {
-                "blocks": runner.num_blocks,
-                "pool bytes": runner.layout.num_bytes,
-                "step µs": best * 1e6,
-                "time ratio": best / seconds[0],
-                "alias bytes": memory.alias_size_in_bytes,
-                "temporary bytes": memory.temp_size_in_bytes,
-                "temporaries / pool": memory.temp_size_in_bytes / runner.layout.num_bytes,
+                "blocks": num_blocks,
+                "pool_bytes": layout.num_bytes,
+                "aliased_bytes": memory.alias_size_in_bytes,
+                "temporary_bytes": memory.temp_size_in_bytes,
+                "gained_bytes": process.memory_info().rss - before,
             }
         )
+    note(f"{steps} steps of each, in turn")
+    seconds = np.zeros((steps, len(sizes)))
+    for step in range(steps):
+        for which, engine in enumerate(engines):
+            started = time.perf_counter()
+            engine.step()
+            seconds[step, which] = time.perf_counter() - started
+    medians = np.median(seconds, axis=0)
+    for row, median in zip(rows, medians, strict=True):
+        row["step_s"] = float(median)
+        row["ratio"] = float(median / medians[0])
     return rows
-
-
-def _decode_plan(block_size: int) -> StepPlan:
-    """One sequence that decodes at position _CONTEXT over blocks 1, 2, 3, …"""
-    request = Request("in-place", tuple(range(_CONTEXT)), SamplingParams(), seed=0)
-    seq = Sequence(0, request, 0, TokenChain(range(_CONTEXT + 1), block_size=block_size))
-    table = np.zeros((1, 2 * _CONTEXT // block_size), np.int32)
-    used = _CONTEXT // block_size + 1
-    table[0, :used] = np.arange(1, used + 1)
-    return StepPlan(1, (Row(seq, _CONTEXT, 1, (seq,)),), (table,), CopyPlan())

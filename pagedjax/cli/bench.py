@@ -51,7 +51,7 @@ def in_place(common: Common) -> None:
     """One decode step of a tiny model over a small and a large pool: the pool must be updated in place."""
     from pagedjax.bench import in_place as bench
 
-    _show(common, {"in-place": bench.run()})
+    _show(common, {"in-place": bench.run(note=common.note)})
 
 
 @command.command("cache")

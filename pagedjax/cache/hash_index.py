@@ -76,7 +76,7 @@ class HashIndex:
         if children is None:
             return 0, 0
         if max_tokens == size:
-            wanted = chain.packed(num_blocks + 1)[4 * at : 4 * (at + size)]
+            wanted = bytes(chain.packed(num_blocks + 1)[4 * at : 4 * (at + size)])
         else:
             wanted = pack_tokens(chain.tokens[at : at + max_tokens])
         near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
@@ -86,7 +86,7 @@ class HashIndex:
     def foreign(self, chain: TokenChain) -> bool:
         if chain.num_full_blocks == 0 or not (self._namespaced or chain.extra.namespace):
             return False
-        wanted = chain.packed(1)[: self._size]
+        wanted = bytes(chain.packed(1)[: self._size])
         children = self._children.get(_ANYWHERE, [])
         near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
         return any(self._content(b) == wanted for b in near)

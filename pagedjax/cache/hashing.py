@@ -343,9 +343,9 @@ class TokenChain:
         self.block_size = block_size
         self.scheme = hash_scheme(hash)
         # One object for "none", so that the hashes can tell the common case by identity.
-        self.extra = NO_EXTRA if extra == NO_EXTRA else extra
+        self.extra = NO_EXTRA if extra is NO_EXTRA or extra == NO_EXTRA else extra
         self._digests: list[bytes] = []
-        self._packed = b""
+        self._packed = bytearray()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -374,7 +374,10 @@ class TokenChain:
                     f"block {num_blocks - 1}: the chain has {full} full blocks; append tokens first"
                 )
             size = self.block_size
-            packed = pack_tokens(self.tokens[known * size : full * size])
+            tokens = self.tokens
+            if known or len(tokens) != full * size:
+                tokens = tokens[known * size : full * size]
+            packed = pack_tokens(tokens)
             parent = self._digests[-1] if known else self.scheme.root
             self._digests += self.scheme.extend(parent, known, packed, size, self.extra)
             self._packed += packed
@@ -390,8 +393,8 @@ class TokenChain:
             raise ValueError(f"block {index}: must not be negative; blocks count from 0")
         return self.digests(index + 1)[index]
 
-    def packed(self, num_blocks: int) -> bytes:
-        """Tokens of at least the first `num_blocks` full blocks as i32le bytes."""
+    def packed(self, num_blocks: int) -> bytearray:
+        """Tokens of at least the first `num_blocks` full blocks as i32le bytes; live, not to be changed."""
         self.digests(num_blocks)
         return self._packed
 
@@ -403,5 +406,5 @@ class TokenChain:
         other.scheme = self.scheme
         other.extra = self.extra
         other._digests = self._digests.copy()
-        other._packed = self._packed
+        other._packed = self._packed.copy()
         return other

@@ -89,7 +89,7 @@ def test_history_of_any_shape(world, row, tape):
 
 @pytest.mark.full
 def test_long_run(world):
-    """200,000 operations over all rows: `make test-full`, about ten minutes."""
+    """200,000 operations over all rows: `make test-full`, some five minutes."""
     done = 0
     for seed in itertools.count():
         for row in ROWS:

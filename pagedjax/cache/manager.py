@@ -55,7 +55,9 @@ class PagedManager:
         policy: Name in `POLICIES`, or a factory num_blocks -> EvictionPolicy.
         verify_tokens: Compare tokens, not digests alone, before a block is shared: for hashes that are not
             collision-proof. The hash index is replaced by one that does; a radix index does anyway.
-        dedup: When a block turns out to be resident already, use the first copy and free the new one.
+        dedup: When a block turns out to be resident already, use the first copy and free the new one; else
+            the new one stays beside it (a radix index then leaves it and what follows it unregistered).
+            None: as the index is used by nature, radix with, the others without.
         partial: Least gain, in tokens, for which a part of a block is copied from a cached one; 0: never.
         groups: KV groups; None is one full-attention group.
         prefix_caching: Off: nothing is shared but forks.
@@ -71,7 +73,7 @@ class PagedManager:
         block_size: int,
         index: Any = "hash",
         policy: Any = "lru",
-        dedup: bool = False,
+        dedup: bool | None = None,
         partial: int = 0,
         groups: Sequence[KVGroup] | None = None,
         prefix_caching: bool = True,
@@ -91,7 +93,7 @@ class PagedManager:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dedup = dedup
+        self.dedup = index == "radix" if dedup is None else dedup
         self.partial = partial
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
@@ -111,7 +113,7 @@ class PagedManager:
         self._host_blocks = host_blocks
         self._matcher = Matcher(self._groups, self._tiers, block_size, partial)
         self._swap = SwapSpace(self._groups, self._tiers, self._copies, self.stats)
-        self._registrar = Registrar(self._seqs, self._tiers, self._copies, self.stats, events, dedup)
+        self._registrar = Registrar(self._seqs, self._tiers, self._copies, self.stats, events, self.dedup)
         self._one = self._matcher.one
 
     def _make_group(self, number: int, spec: KVGroup, index: Any, policy: Any) -> Group:

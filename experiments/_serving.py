@@ -1,0 +1,97 @@
+"""The PagedAttention paper's setting: models, memory, lengths, and the four systems it compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.common import FOLDER
+from pagedjax.cache import PagedManager, ReservationManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.scheduler import StepPlan
+from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
+from pagedjax.sim.trace import Trace, TraceRequest, open_trace
+
+CONFIGS = FOLDER.parent / "configs"
+BLOCK = 16
+KV_SLOTS = 15_700  # Table 1: "max KV slots" of a 13B model on one A100-40GB
+MAX_LEN = 2048
+SYSTEMS = ("orca-max", "orca-pow2", "orca-oracle", "paged")
+# vLLM's limits at the time; Orca's batching is iteration-level too, so all systems run under them.
+SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=2560, chunked_prefill=False)
+
+SHAREGPT = "data/lengths/sharegpt_8k_llama2.csv.gz"
+ALPACA = "data/lengths/alpaca_response_len_train10k.json.gz"
+# Fig. 11: mean prompt and answer, OPT tokenizer.
+MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
+# Spread of the prompts (log-normal); the files hold no single-turn prompt lengths, so this is assumed.
+SIGMA = {"sharegpt": 1.2, "alpaca": 0.6}
+LENGTH_NOTE = (
+    "answers: lengths of the named file, scaled to the mean of Fig. 11; prompts: log-normal with the mean of Fig. 11, "
+    "because the paper's single-turn prompts are not public here"
+)
+
+
+def cost(model: str, block_size: int = BLOCK) -> CostModel:
+    """The one hardware file and the one file of shapes."""
+    hardware = HardwareSpec.from_toml(CONFIGS / "hardware" / "a100-40gb.toml")
+    return CostModel(hardware, ModelShape.from_toml(CONFIGS / "sweeps" / "shapes.toml", model), block_size)
+
+
+def manager(system: str, *, block_size: int = BLOCK, prefix_caching: bool = False) -> Any:
+    """One of `SYSTEMS` over the memory of Table 1."""
+    num_blocks = KV_SLOTS // block_size + 1
+    if system == "paged":
+        return PagedManager(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching)
+    rule = system.removeprefix("orca-")
+    return ReservationManager(num_blocks=num_blocks, block_size=block_size, rule=rule, max_tokens=MAX_LEN)
+
+
+def workload(name: str, data: Path, count: int, seed: int) -> Trace:
+    """Requests with the lengths of a workload; no prefix in common, all at time 0."""
+    source = open_trace(data / (SHAREGPT if name == "sharegpt" else ALPACA))
+    answers = np.array([r.num_output for r in source if r.num_output > 0])
+    mean_input, mean_output = MEANS[name]
+    sigma = SIGMA[name]
+
+    def requests() -> Iterator[TraceRequest]:
+        rng = np.random.default_rng(seed)
+        scale = mean_output / answers.mean()
+        for _ in range(count):
+            num_output = max(1, round(float(rng.choice(answers)) * scale))
+            num_input = max(1, round(float(rng.lognormal(np.log(mean_input) - sigma**2 / 2, sigma))))
+            num_input = min(num_input, MAX_LEN // 2)
+            yield TraceRequest(0.0, num_input, min(num_output, MAX_LEN - 1 - num_input))
+
+    return Trace(name, "lengths", 0, False, requests, spec=f"{name},{count},{seed}")
+
+
+def memory_watch(held: Any) -> Callable[[StepPlan], dict[str, float]]:
+    """Shares of the KV memory by use, as in Fig. 2."""
+
+    def reserved(plan: StepPlan) -> dict[str, float]:
+        waste = held.waste()
+        lost = waste.external + waste.free
+        parts = {
+            "token_states": waste.token_states,
+            "reservation": waste.reservation,
+            "internal": waste.internal,
+            "external_and_free": lost,
+        }
+        return {name: value / waste.total for name, value in parts.items()}
+
+    def paged(plan: StepPlan) -> dict[str, float]:
+        tokens = sum(row.start + row.num_tokens for row in plan.rows)
+        used = (held.num_usable - held.num_free) * held.block_size
+        everything = held.num_usable * held.block_size
+        return {
+            "token_states": tokens / everything,
+            "internal": (used - tokens) / everything,
+            "external_and_free": 1 - used / everything,
+            "token_states_of_used": tokens / used if used else 0.0,
+        }
+
+    return paged if isinstance(held, PagedManager) else reserved

@@ -1,0 +1,173 @@
+"""What a step would take on hardware that is not there: a roofline over its floating-point work and bytes.
+
+    step time = overhead + max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
+
+Bytes are the weights once, the KV that attention reads and writes, and block copies. One hardware file
+and one model shape give all figures; nothing is fitted to a table.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pagedjax.scheduler import StepPlan
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One accelerator.
+
+    Attributes:
+        name: For tables.
+        flops_per_s: Dense peak at 2 bytes a number.
+        bytes_per_s: Peak of its main memory.
+        memory_bytes: Size of its main memory.
+        compute_efficiency / bandwidth_efficiency: Share of the peaks that steps reach.
+        step_overhead_s: Host work and launches per step.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+    compute_efficiency: float = 0.6
+    bandwidth_efficiency: float = 0.8
+    step_overhead_s: float = 0.003
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name}={value}: must be positive")
+        for name in ("compute_efficiency", "bandwidth_efficiency"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at most 1")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> HardwareSpec:
+        """Read configs/hardware/*.toml.
+
+        Raises:
+            ValueError: An unknown or a missing field.
+        """
+        spec: HardwareSpec = _from_dict(cls, tomllib.loads(Path(path).read_text()), str(path))
+        return spec
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that its cost depends on (letters L, D, N, K, H, F, V)."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_mlp: int
+    vocab_size: int
+    gated_mlp: bool
+    tied: bool
+    itemsize: int = 2
+
+    @classmethod
+    def from_toml(cls, path: str | Path, name: str) -> ModelShape:
+        """Read one table of a file of shapes.
+
+        Raises:
+            ValueError: No such table, an unknown or a missing field.
+        """
+        tables = tomllib.loads(Path(path).read_text())
+        if name not in tables:
+            raise ValueError(f"model={name}: must be one of {', '.join(tables)} in {path}")
+        shape: ModelShape = _from_dict(cls, tables[name], f"{path}[{name}]")
+        return shape
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrix entries of all layers: q, k, v, o and the MLP."""
+        attention = self.d_model * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def num_parameters(self) -> int:
+        """Layers and embeddings."""
+        return self.layer_parameters + (1 if self.tied else 2) * self.vocab_size * self.d_model
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+
+def _from_dict(cls: Any, values: dict[str, Any], where: str) -> Any:
+    names = {f.name for f in fields(cls)}
+    unknown = sorted(values.keys() - names)
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step computes and moves."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Step times of a model on a device.
+
+    Attributes:
+        hardware: The device.
+        model: The decoder.
+        block_size: Tokens per block, for copies.
+    """
+
+    hardware: HardwareSpec
+    model: ModelShape
+    block_size: int
+
+    def work(self, plan: StepPlan) -> Work:
+        """Count a plan's FLOPs and bytes: causal attention reads each row's KV once."""
+        model = self.model
+        tokens = samples = read = 0
+        pairs = 0.0
+        for row in plan.rows:
+            count = row.num_tokens
+            tokens += count
+            samples += len(row.samples)
+            read += row.start + count
+            pairs += count * (row.start + (count + 1) / 2)
+        head = model.vocab_size * model.d_model
+        flops = 2.0 * model.layer_parameters * tokens + 2.0 * head * samples
+        flops += 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+        moved = (model.layer_parameters + head) * model.itemsize
+        moved += (read + tokens) * model.kv_bytes_per_token
+        moved += 2 * plan.copies.num_copies * self.block_size * model.kv_bytes_per_token
+        return Work(flops, float(moved))
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Seconds a plan takes."""
+        spec, work = self.hardware, self.work(plan)
+        compute = work.flops / (spec.flops_per_s * spec.compute_efficiency)
+        memory = work.bytes / (spec.bytes_per_s * spec.bandwidth_efficiency)
+        return spec.step_overhead_s + max(compute, memory)
+
+    def kv_blocks(self, reserve: float = 0.1) -> int:
+        """Blocks that fit beside the weights, with the share `reserve` of the memory left for the rest."""
+        free = self.hardware.memory_bytes * (1 - reserve) - self.model.num_parameters * self.model.itemsize
+        blocks = int(free // (self.model.kv_bytes_per_token * self.block_size))
+        if blocks < 2:
+            raise ValueError(
+                f"{self.hardware.name}: {self.model.num_parameters:,} parameters leave no room for KV; "
+                "take a smaller model or a larger device"
+            )
+        return blocks

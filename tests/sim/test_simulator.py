@@ -1,0 +1,322 @@
+"""The simulator is the engine: same plans, and books that add up under every pressure."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import PagedManager, ReservationManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine, StepRecord
+from pagedjax.request import SamplingParams
+from pagedjax.scheduler import StepPlan
+from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
+from pagedjax.sim.metrics import RequestRecord, summarize
+from pagedjax.sim.replay import Unbounded, replay
+from pagedjax.sim.simulator import Clock, Prompts, hash_plan, simulate
+from pagedjax.sim.synth import agents, chat, target_sharing
+from pagedjax.sim.trace import Trace, TraceRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16)
+NUM_BLOCKS, BLOCK, MAX_LEN = 41, 4, 96
+
+
+def _second(plan: StepPlan) -> float:
+    return 1.0
+
+
+def _trace(rows: list[TraceRequest], granularity: int = 1) -> Trace:
+    return Trace("rows", "test", granularity, True, lambda: iter(rows))
+
+
+@pytest.fixture(scope="module")
+def real_runner():
+    """The real runner on the tiny model, compiled once for all workloads."""
+    jax = pytest.importorskip("jax")
+    from pagedjax.kernels import KVLayout
+    from pagedjax.runtime import Buckets, JaxRunner
+    from pagedjax.testing import tiny_config, tiny_params
+
+    model = tiny_config()
+    layout = KVLayout(model.num_layers, NUM_BLOCKS, BLOCK, model.num_kv_heads, model.head_dim, "float32")
+    buckets = Buckets(CONFIG, decode_sizes=1, prefill_sizes=1)
+    params = jax.tree.map(jax.device_put, tiny_params(model))
+    return JaxRunner(model, params, layout, CONFIG, max_model_len=MAX_LEN, buckets=buckets)
+
+
+def _workload(seed: int) -> list[tuple[float, list[int], int]]:
+    """(step of arrival, prompt, answer length); prompts share stems and together overflow the pool."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, 256, 40).tolist() for _ in range(3)]
+    rows = []
+    for _ in range(int(rng.integers(3, 9))):
+        prompt = stems[int(rng.integers(3))][: int(rng.integers(1, 40))] + rng.integers(0, 256, 3).tolist()
+        rows.append((float(rng.integers(0, 12)), prompt, int(rng.integers(1, 30))))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _manager(seed: int) -> PagedManager:
+    """Every index, several policies, with and without parts of blocks and dedup, in turn."""
+    return PagedManager(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK,
+        index=("hash", "radix", "table")[seed % 3],
+        policy=("lru", "fifo", "lfu", "s3fifo")[seed % 4],
+        partial=seed % 2 * 2 if seed % 3 < 2 else 0,
+        dedup=seed % 5 == 0,
+        prefix_caching=seed % 7 != 0,
+    )
+
+
+def _equal_plans(runner, seed: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+    rows, manager, clock = _workload(seed), _manager(seed), Clock()
+    hashes: list[bytes] = []
+
+    def on_step(record: StepRecord) -> None:
+        hashes.append(hash_plan(record.plan))
+
+    engine = Engine(manager, runner, CONFIG, max_model_len=MAX_LEN, clock=clock, on_step=on_step)
+    waiting, answers, preemptions = list(rows), {}, 0
+    while waiting or engine.has_work:
+        if not engine.has_work:
+            clock.now = max(clock.now, waiting[0][0])
+        while waiting and waiting[0][0] <= clock.now:
+            _, prompt, length = waiting.pop(0)
+            engine.add(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+        # The clock must stand at the step's end when outputs are made, as a simulated one does.
+        for output in engine.step():
+            if output.finished:
+                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+                preemptions += output.num_preemptions
+        clock.now += 1.0
+    assert len(answers) == len(rows)
+    trace = _trace(
+        [
+            TraceRequest(
+                t, len(p), len(answers[i]), token_ids=np.array(p, np.int32), output_ids=np.array(answers[i])
+            )
+            for i, (t, p, _) in enumerate(rows)
+        ]
+    )
+    ours: list[bytes] = []
+
+    def watch(plan: StepPlan) -> dict[str, float]:
+        ours.append(hash_plan(plan))
+        return {}
+
+    twin = _manager(seed)
+    result = simulate(trace, twin, _second, CONFIG, max_model_len=MAX_LEN, watch=watch)
+    assert ours == hashes, f"workload {seed}: first difference at step {_first_difference(ours, hashes)}"
+    assert vars(twin.stats) == vars(manager.stats)
+    assert sum(r.num_preemptions for r in result.records) == preemptions
+    return len(hashes), preemptions
+
+
+def _first_difference(a: list[bytes], b: list[bytes]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("first", [0])
+def test_plans_equal_the_real_engines(real_runner, first: int) -> None:  # type: ignore[no-untyped-def]
+    totals = [_equal_plans(real_runner, seed) for seed in range(first, first + 30)]
+    assert sum(p for _, p in totals) > 0, "no workload preempted: the test compares too little"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(30, 200, 34))
+def test_plans_equal_the_real_engines_on_200_workloads(real_runner, first: int) -> None:  # type: ignore[no-untyped-def]
+    for seed in range(first, first + 34):
+        _equal_plans(real_runner, seed)
+
+
+class _Books:
+    """Checks each plan against the one before: lives of a sequence are contiguous, blocks fit the pool."""
+
+    def __init__(self, manager: PagedManager) -> None:
+        self.manager = manager
+        self.end: dict[int, int] = defaultdict(int)
+        self.lives: dict[int, int] = {}
+        self.computed = self.taken = self.lost = 0
+
+    def __call__(self, plan: StepPlan) -> dict[str, float]:
+        for row in plan.rows:
+            key = row.seq.seq_id
+            life = row.seq.request.num_preemptions
+            if self.lives.get(key) != life:
+                self.lives[key] = life
+                self.lost += self.end[key]  # what it had is gone, what it starts with was hit
+                self.taken += row.start
+            else:
+                assert row.start == self.end[key]
+            self.end[key] = row.start + row.num_tokens
+            self.computed += row.num_tokens
+        used = {block for table in plan.tables for block in np.unique(table).tolist()} - {0}
+        assert len(used) <= self.manager.num_usable
+        assert self.manager.num_free >= 0
+        return {}
+
+
+def test_B113_computed_and_hit_tokens_are_the_tokens_needed() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        TraceRequest(0.0, 20, 12, token_ids=rng.integers(0, 9000, 20).astype(np.int32)) for _ in range(1024)
+    ]
+    trace = _trace(rows)
+    config = SchedulerConfig(max_num_seqs=1024, token_budget=2048)
+    per_request = -(-32 // 4)
+    small = PagedManager(num_blocks=68 * per_request + 1, block_size=4)
+    books = _Books(small)
+    tight = simulate(trace, small, _second, config, max_model_len=64, watch=books)
+    assert len(tight.records) == 1024 and tight.summary().preemptions > 0
+    needed = 1024 * (20 + 12 - 1)  # the last token's KV is never computed
+    assert books.computed + books.taken == needed + books.lost
+    assert books.taken == small.stats.hit_tokens + small.stats.resumed_hit_tokens
+    large = PagedManager(num_blocks=1024 * per_request + 1, block_size=4)
+    roomy = simulate(trace, large, _second, config, max_model_len=64)
+    assert roomy.summary().preemptions == 0
+    assert tight.summary().requests_per_s <= roomy.summary().requests_per_s
+
+
+def test_infinite_pool_hits_what_the_replay_counts() -> None:
+    """One after another, the engine hits what `replay` counts under the engine's rules."""
+    for trace in (chat(15, seed=1), agents(2, turns=8, seed=1, tool_tokens=200, system_tokens=60)):
+        spaced = [
+            TraceRequest(1e6 * i, r.num_input, r.num_output, token_ids=r.token_ids, output_ids=r.output_ids)
+            for i, r in enumerate(trace)
+        ]
+        manager = PagedManager(num_blocks=40_000, block_size=16)
+        config = SchedulerConfig(max_num_seqs=4, token_budget=512)
+        result = simulate(_trace(spaced), manager, _second, config, max_model_len=10**6)
+        counted = replay(_trace(spaced), 16, Unbounded(), insert="prompt+output").engine_tokens
+        # The last answered token's KV is never computed, so a block it fills is not in the cache.
+        assert counted - 16 * len(spaced) <= manager.stats.hit_tokens <= counted
+        assert sum(r.num_cached for r in result.records) == manager.stats.hit_tokens > 0
+
+
+def test_granules_become_tokens_that_hit_alike() -> None:
+    ids = [[7, 8, 9], [7, 8, 11], [7, 12]]
+    rows = [TraceRequest(1e6 * i, 8 * len(g) - 3, 2, granule_ids=np.array(g)) for i, g in enumerate(ids)]
+    trace = _trace(rows, granularity=8)
+    manager = PagedManager(num_blocks=100, block_size=4)
+    simulate(trace, manager, _second, CONFIG, max_model_len=64)
+    assert manager.stats.hit_tokens == replay(trace, 4, Unbounded()).engine_tokens == 16 + 8
+    bare = _trace([TraceRequest(float(i), 8, 2) for i in range(5)], granularity=0)
+    manager = PagedManager(num_blocks=100, block_size=4)
+    simulate(bare, manager, _second, CONFIG, max_model_len=64)
+    assert manager.stats.hit_tokens == 0
+    assert len(Prompts(bare).tokens(3, next(iter(bare)))) == 8
+
+
+@pytest.mark.parametrize("rule", ["max", "pow2", "oracle"])
+def test_reservations_run_under_the_same_engine(rule: str) -> None:
+    trace = target_sharing(20, prompt_tokens=20, output_tokens=6, seed=2).with_arrivals(5.0)
+    manager = ReservationManager(num_blocks=257, block_size=1, rule=rule, max_tokens=64)
+    result = simulate(trace, manager, _second, CONFIG, max_model_len=64, watch=lambda plan: _shares(manager))
+    assert len(result.records) == 20
+    parts = [v for k, v in result.sampled.items() if k != "total"]
+    assert sum(parts) == pytest.approx(result.sampled["total"])
+    assert (result.sampled["internal"] > 0) == (rule != "oracle")
+
+
+def _shares(manager: ReservationManager) -> dict[str, float]:
+    waste = manager.waste()
+    names = ("token_states", "reservation", "internal", "external", "free", "total")
+    return {name: float(getattr(waste, name)) for name in names}
+
+
+def test_samples_share_and_copy() -> None:
+    trace = target_sharing(3, prompt_tokens=18, output_tokens=5, share=0.0, seed=4)
+    manager = PagedManager(num_blocks=200, block_size=8)
+    result = simulate(trace, manager, _second, CONFIG, max_model_len=64, n=3)
+    # A sample that ends with its first token writes nothing, so copies nothing.
+    assert manager.stats.copies == sum(2 for r in trace if r.num_output > 1) > 0
+    assert len(result.records) == 3
+    assert all(r.num_output % 3 == 0 for r in result.records)
+
+
+def test_a_prompt_that_can_never_run_is_counted() -> None:
+    rows = [TraceRequest(0.0, 500, 2), TraceRequest(0.0, 10, 2)]
+    result = simulate(_trace(rows, 0), _manager(0), _second, CONFIG, max_model_len=MAX_LEN)
+    assert (result.refused, len(result.records)) == (1, 1)
+
+
+def test_times_add_up() -> None:
+    rows = [TraceRequest(0.5, 20, 3), TraceRequest(0.5, 20, 3), TraceRequest(50.0, 4, 1)]
+    config = SchedulerConfig(max_num_seqs=4, token_budget=20)
+    manager = PagedManager(num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    result = simulate(_trace(rows, 0), manager, _second, config, max_model_len=MAX_LEN)
+    first, second, third = result.records
+    # One prompt fills the budget: the second waits a step. Three tokens: prefill and two decodes.
+    assert (first.queue_s, first.prefill_s, first.finished_s) == (0.0, 1.0, 3.5)
+    assert second.queue_s == 1.0 and second.ttft_s == second.queue_s + second.prefill_s
+    assert (third.arrival_s, third.ttft_s, third.normalized_s) == (50.0, 1.0, 1.0)
+    assert first.tpot_s == 1.0
+
+
+def test_summary_counts_goodput_and_refuses_nothing() -> None:
+    records = [RequestRecord(0.0, 1.0, 2.0, 2.0 + k, 10, 11, 5, 0, "length") for k in (1, 10)]
+    summary = summarize(records, tpot_limit_s=0.5)
+    assert (summary.span_s, summary.goodput, summary.hit_by_token) == (12.0, 1 / 12, 0.5)
+    with pytest.raises(ValueError, match="none given"):
+        summarize([])
+
+
+# ------------------------------------------------------------------------- cost model
+
+
+SHAPES = ROOT / "configs" / "sweeps" / "shapes.toml"
+
+
+def test_shapes_match_the_published_sizes() -> None:
+    opt = ModelShape.from_toml(SHAPES, "opt-13b")
+    assert opt.kv_bytes_per_token == 2 * 5120 * 40 * 2  # 800 KB, PagedAttention §3
+    for name, billions in (("opt-13b", 13.0), ("llama-13b", 13.0), ("llama-3-8b", 8.0)):
+        assert ModelShape.from_toml(SHAPES, name).num_parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    with pytest.raises(ValueError, match="model=gpt: must be one of opt-13b"):
+        ModelShape.from_toml(SHAPES, "gpt")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").glob("*.toml")), ids=lambda p: p.stem)
+def test_hardware_files_cite_a_data_sheet(path: Path) -> None:
+    assert "data sheet" in path.read_text()
+    spec = HardwareSpec.from_toml(path)
+    assert spec.bytes_per_s < spec.flops_per_s
+
+
+def test_bad_hardware_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bytes_per_s=0"):
+        HardwareSpec("x", 1.0, 0, 1.0)
+    with pytest.raises(ValueError, match="compute_efficiency=2"):
+        HardwareSpec("x", 1.0, 1.0, 1.0, compute_efficiency=2)
+    path = tmp_path / "h.toml"
+    path.write_text('name = "x"\nflopps = 3\n')
+    with pytest.raises(ValueError, match="flopps: must be among"):
+        HardwareSpec.from_toml(path)
+
+
+def test_roofline_has_both_roofs() -> None:
+    """A decode of one is bound by the weights' bytes, a long prefill by the peak."""
+    spec = HardwareSpec("x", 100e12, 1e12, 80e9, 1.0, 1.0, 1e-9)
+    model = ModelShape.from_toml(SHAPES, "llama-3-8b")
+    cost = CostModel(spec, model, 16)
+    plans: list[tuple[StepPlan, float]] = []
+
+    def step_s(plan: StepPlan) -> float:
+        plans.append((plan, cost.step_s(plan)))
+        return plans[-1][1]
+
+    trace = _trace([TraceRequest(0.0, 4096, 3)], 0)
+    config = SchedulerConfig(max_num_seqs=1, token_budget=4096)
+    manager = PagedManager(num_blocks=300, block_size=16)
+    simulate(trace, manager, step_s, config, max_model_len=5000)
+    (prefill, long), (decode, short), _ = plans
+    weights = (model.layer_parameters + model.vocab_size * model.d_model) * 2
+    assert short == pytest.approx((weights + 4098 * model.kv_bytes_per_token) / 1e12, rel=1e-6)
+    linear = 2 * model.layer_parameters * 4096
+    scores = 4 * model.num_layers * model.num_heads * model.head_dim * 4096 * 4097 / 2
+    assert long == pytest.approx((linear + scores + 2 * model.vocab_size * model.d_model) / 100e12, rel=1e-6)
+    assert cost.work(decode).flops < cost.work(prefill).flops
+    assert cost.kv_blocks() > 1000 and math.isfinite(long)

@@ -185,7 +185,7 @@ class _Run:
         runner = SimRunner(manager.num_blocks, manager.block_size, self._timed, self.clock, self._answer)
         told = _Told(manager, self.lengths)
         self.engine = Engine(
-            told,  # type: ignore[arg-type]
+            told,
             runner,
             config,
             max_model_len=max_model_len,

@@ -41,6 +41,17 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def smollm_cache() -> Path:
+    """The cache folder that holds the default model; tests that need it skip where it was not fetched."""
+    from pagedjax.models.hub import default_cache_dir, named_path
+
+    path = named_path("smollm2-135m", default_cache_dir())
+    if not path.is_file():
+        pytest.skip(f"{path}: not fetched; run make model")
+    return default_cache_dir()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_network():
     """Connections that leave the machine fail at once, naming the address."""

@@ -62,7 +62,7 @@ def run(
             engine.add(prompt, SamplingParams(max_tokens=steps + 8, ignore_eos=True))
         for _ in range(4):  # the prefill, and steps that compile
             engine.step()
-        memory = runner.lower(runner.buckets.ladder[-1]).compile().memory_analysis()
+        memory: Any = runner.lower(runner.buckets.ladder[-1]).compile().memory_analysis()
         engines.append(engine)
         rows.append(
             {

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import jax
+import jax.numpy as jnp
 
-from pagedjax.kernels import xla
+from pagedjax.kernels import pallas_tpu, xla
 from pagedjax.kernels.layout import KVPool, RaggedBatch
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.attend}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "pallas_tpu": pallas_tpu.attend,
+    "xla": xla.attend,
+}
 
 
 @overload
@@ -90,6 +94,7 @@ def paged_attention(
     """
     _check(q, pool, ragged, window, soft_cap, sinks)
     names = _order(implementation)
+    ragged = jax.tree.map(jnp.asarray, ragged)
     refusals = []
     for name in names:
         try:
@@ -105,7 +110,7 @@ def paged_attention(
 
 def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if implementation is None:
-        return ("xla",)
+        return ("pallas_tpu", "xla") if pallas_tpu.platform() == "tpu" else ("xla",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
         if name not in IMPLEMENTATIONS:

@@ -131,10 +131,21 @@ def provenance(experiment: Experiment, *, smoke: bool, seed: int, data: Path) ->
         "smoke": smoke,
         "seed": seed,
         "units": _digest(experiment.units(smoke, seed)),
+        "source": _sources(experiment),
         "data": {name: fingerprint(data / name) for name in experiment.data},
         "pagedjax": pagedjax.__version__,
         "python": platform.python_version(),
     }
+
+
+def _sources(experiment: Experiment) -> str:
+    """Digest of the experiment's file and, for a simulation, of what it is simulated on."""
+    files = [FOLDER / f"{experiment.name.replace('-', '_')}.py"]
+    if experiment.kind == "simulated":
+        files += sorted(FOLDER.glob("_*.py"))
+        files += sorted((FOLDER.parent / "configs").glob("hardware/*.toml"))
+        files += sorted((FOLDER.parent / "configs").glob("sweeps/*.toml"))
+    return _digest([fingerprint(path) for path in files if path.name != "__init__.py"])
 
 
 def _digest(value: object) -> str:

@@ -1,9 +1,10 @@
 """What a step would take on hardware that is not there: a roofline over its floating-point work and bytes.
 
-    step time = overhead + max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
+    step time = overhead + rows · host time per row
+                + max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
 
 Bytes are the weights once, the KV that attention reads and writes, and block copies. One hardware file
-and one model shape give all figures; nothing is fitted to a table.
+and one file of shapes give all figures; what in them is no data sheet's says so there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class HardwareSpec:
         memory_bytes: Size of its main memory.
         compute_efficiency / bandwidth_efficiency: Share of the peaks that steps reach.
         step_overhead_s: Host work and launches per step.
+        host_s_per_row: Host work per step and sequence that the device waits for.
     """
 
     name: str
@@ -36,11 +38,12 @@ class HardwareSpec:
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
     step_overhead_s: float = 0.003
+    host_s_per_row: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if not value > 0:
+            if not (value > 0 or (value == 0 and field.name == "host_s_per_row")):
                 raise ValueError(f"{field.name}={value}: must be positive")
         for name in ("compute_efficiency", "bandwidth_efficiency"):
             if getattr(self, name) > 1:
@@ -159,7 +162,8 @@ class CostModel:
         spec, work = self.hardware, self.work(plan)
         compute = work.flops / (spec.flops_per_s * spec.compute_efficiency)
         memory = work.bytes / (spec.bytes_per_s * spec.bandwidth_efficiency)
-        return spec.step_overhead_s + max(compute, memory)
+        host = spec.step_overhead_s + spec.host_s_per_row * len(plan.rows)
+        return host + max(compute, memory)
 
     def kv_blocks(self, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with the share `reserve` of the memory left for the rest."""

@@ -184,6 +184,15 @@ def test_templates_cannot_leave_the_sandbox(template):
         render_chat(template, [{"role": "user", "content": "x"}], add_generation_prompt=True)
 
 
+def test_words_that_templates_use():
+    template = (
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{{ strftime_now('%Y') | length }}{% endfor %}"
+    )
+    messages = [{"role": "skip"}, {"role": "é<"}]
+    assert render_chat(template, messages, add_generation_prompt=False) == '{"role": "é<"}4'
+
+
 def test_no_template_says_so():
     tok = HFTokenizer(Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match="no chat template"):

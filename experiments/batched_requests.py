@@ -133,5 +133,9 @@ EXPERIMENT = Experiment(
     run=_run,
     plot=_plot,
     data=(SHAREGPT, ALPACA),
-    note=LENGTH_NOTE + "; token states of the paged system are of the blocks in use",
+    note=(
+        LENGTH_NOTE
+        + "; token states of the paged system are of the blocks in use. What memory alone decides (Max, Pow2) "
+        "agrees; systems whose batch follows from rate times latency (Little's law) depend on the cost model"
+    ),
 )

@@ -23,8 +23,9 @@ BLOCK = 512
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    sizes = (512,) if smoke else (128, 256, 512)
-    return [{"trace": t, "block_size": b, "bound": b == BLOCK and not smoke} for t in FILES for b in sizes]
+    if smoke:
+        return [{"trace": "synthetic", "block_size": BLOCK, "bound": False}]
+    return [{"trace": t, "block_size": b, "bound": b == BLOCK} for t in FILES for b in (128, 256, 512)]
 
 
 def _run(unit: Unit, data: Path) -> Iterator[Row]:

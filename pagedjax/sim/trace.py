@@ -9,31 +9,24 @@ either identity into keys of blocks of any size.
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+
+from pagedjax.sim.records import OPENERS, Clock, Row, fail, lines, records
 
 Encode = Callable[[str], list[int]]
 
 MOONCAKE_GRANULARITY = 512
 _SESSION_SHIFT = 32  # local ids of session s become (s << 32) | id
 _COMMON_SHIFT = 20  # ids of a prefix that sessions share: -((prefix << 20) | position) - 1
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-
-
-class TraceError(ValueError):
-    """A trace file breaks a rule; the message holds file, line, what was got and the rule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,119 +116,6 @@ class Trace:
         return replace(self, name=f"{self.name}[{what}]", source=source, spec=f"{self.spec};{what}")
 
 
-# --------------------------------------------------------------------------- lines
-
-
-def _fail(path: Path, line: int, got: str, rule: str) -> NoReturn:
-    raise TraceError(f"{path}:{line}: {got}: {rule}")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered, non-blank lines of a plain, .gz or .xz file.
-
-    Raises:
-        TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
-    """
-    opener = _OPENERS.get(path.suffix, open)
-    number = 0
-    seen = False
-    with opener(path, "rt", encoding="utf-8") as file:
-        while True:
-            try:
-                text = file.readline()
-            except EOFError:
-                _fail(
-                    path,
-                    number + 1,
-                    "the compressed stream ends early",
-                    "must be a whole file; fetch it again",
-                )
-            except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-                _fail(path, number + 1, f"damaged compression ({error})", f"must be valid {path.suffix[1:]}")
-            except UnicodeDecodeError as error:
-                _fail(path, number + 1, f"byte {error.start} of the chunk is not UTF-8", "must be UTF-8 text")
-            if not text:
-                break
-            number += 1
-            if text.strip():
-                seen = True
-                yield number, text
-    if not seen:
-        _fail(path, number or 1, "no line holds a record", "a trace must not be empty")
-
-
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, text in _lines(path):
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            _fail(
-                path, number, f"wrong JSON at column {error.colno} ({error.msg})", "must be one object a line"
-            )
-        if not isinstance(record, dict):
-            _fail(path, number, f"a JSON {type(record).__name__}", "must be one object a line")
-        yield number, record
-
-
-class _Row:
-    """Typed, checked access to one record's fields."""
-
-    def __init__(self, path: Path, line: int, record: dict[str, Any]) -> None:
-        self.path, self.line, self.record = path, line, record
-
-    def fail(self, got: str, rule: str) -> NoReturn:
-        _fail(self.path, self.line, got, rule)
-
-    def number(self, *names: str, default: float | None = None) -> float:
-        for name in names:
-            if name in self.record:
-                value = self.record[name]
-                if isinstance(value, str):
-                    with suppress(ValueError):
-                        value = float(value)
-                if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-                    self.fail(f"{name}={self.record[name]!r}", "must be a number")
-                return value
-        if default is None:
-            self.fail(f"fields {sorted(self.record)}", f"must hold {' or '.join(names)}")
-        return default
-
-    def length(self, *names: str, least: int = 0, default: int | None = None) -> int:
-        value = self.number(*names, default=default)
-        if value != int(value) or value < least:
-            self.fail(f"{names[0]}={value}", f"must be a whole number of tokens, at least {least}")
-        return int(value)
-
-    def ids(self, name: str, dtype: type) -> np.ndarray:
-        value = self.record.get(name)
-        if not isinstance(value, list):
-            self.fail(f"{name}={type(value).__name__}", "must be a list of whole numbers")
-        try:
-            ids: np.ndarray = np.array(value, dtype=np.int64 if value else dtype)
-        except (TypeError, ValueError, OverflowError):
-            self.fail(f"{name}", "must be a list of whole numbers")
-        if ids.ndim != 1 or any(type(v) is not int for v in value[:1]):
-            self.fail(f"{name}", "must be a flat list of whole numbers")
-        if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(dtype).max):
-            self.fail(
-                f"{name} holds {ids.min()} to {ids.max()}", f"ids must fit {np.dtype(dtype).name} from 0"
-            )
-        return ids.astype(dtype, copy=False)
-
-
-class _Clock:
-    """Refuses times that run backwards."""
-
-    def __init__(self) -> None:
-        self.last = float("-inf")
-
-    def check(self, row: _Row, time_s: float) -> float:
-        if time_s < self.last:
-            row.fail(f"time {time_s:g} s after {self.last:g} s", "times must not decrease; sort the file")
-        self.last = time_s
-        return time_s
-
-
 # ------------------------------------------------------------------------- readers
 
 
@@ -245,13 +125,13 @@ def read_mooncake(path: Path) -> Trace:
     One id per 512 tokens (`block_size` in a row overrides it), the partly filled last one included.
     """
     path = Path(path)
-    _, first = next(_records(path))
+    _, first = next(records(path))
     granularity = int(first.get("block_size", MOONCAKE_GRANULARITY))
 
     def source() -> Iterator[TraceRequest]:
-        clock = _Clock()
-        for line, record in _records(path):
-            row = _Row(path, line, record)
+        clock = Clock()
+        for line, record in records(path):
+            row = Row(path, line, record)
             size = row.length("block_size", least=1, default=MOONCAKE_GRANULARITY)
             if size != granularity:
                 row.fail(f"block_size={size}", f"must be {granularity} as in the first row")
@@ -284,9 +164,9 @@ def read_tokens(path: Path) -> Trace:
     path = Path(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = _Clock()
-        for line, record in _records(path):
-            row = _Row(path, line, record)
+        clock = Clock()
+        for line, record in records(path):
+            row = Row(path, line, record)
             ids = row.ids("input_tok_ids" if "input_tok_ids" in record else "token_ids", np.int32)
             if not len(ids):
                 row.fail("an empty prompt", "must hold at least one token")
@@ -324,13 +204,13 @@ def read_prompts(path: Path, encode: Encode, *, num_output: int = 0) -> Trace:
 
     def rows() -> Iterator[tuple[int, dict[str, Any]]]:
         if plain:
-            return ((line, {"prompt": text.rstrip("\n")}) for line, text in _lines(path))
-        return _records(path)
+            return ((line, {"prompt": text.rstrip("\n")}) for line, text in lines(path))
+        return records(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = _Clock()
+        clock = Clock()
         for line, record in rows():
-            row = _Row(path, line, record)
+            row = Row(path, line, record)
             prompt = record.get("prompt", record.get("text"))
             if not isinstance(prompt, str) or not prompt:
                 row.fail(f"fields {sorted(record)}", "must hold a non-empty string `prompt` or `text`")
@@ -359,14 +239,14 @@ def read_agentic(path: Path, *, common_prefix: bool = False) -> Trace:
             lengths but not the identity, so this is an assumption: equal length means equal text.
     """
     path = Path(path)
-    _, first = next(_records(path))
+    _, first = next(records(path))
     granularity = int(first.get("block_size", 64))
 
     def source() -> Iterator[TraceRequest]:
         start_s = 0.0
         prefixes: dict[tuple[int, ...], int] = {}
-        for index, (line, record) in enumerate(_records(path)):
-            row = _Row(path, line, record)
+        for index, (line, record) in enumerate(records(path)):
+            row = Row(path, line, record)
             if row.length("block_size", least=1) != granularity:
                 row.fail(
                     f"block_size={record['block_size']}", f"must be {granularity} as in the first session"
@@ -388,20 +268,20 @@ def read_agentic(path: Path, *, common_prefix: bool = False) -> Trace:
 class _Agent:
     tool_tokens: int
     system_tokens: int
-    requests: list[tuple[float, _Row]]
+    requests: list[tuple[float, Row]]
 
 
-def _agents(row: _Row, record: dict[str, Any], start_s: float) -> Iterator[_Agent]:
+def _agents(row: Row, record: dict[str, Any], start_s: float) -> Iterator[_Agent]:
     """The agent of `record` and, after it, those nested in it; times from the session's start."""
-    own = _Row(row.path, row.line, record)
+    own = Row(row.path, row.line, record)
     agent = _Agent(own.length("tool_tokens", default=0), own.length("system_tokens", default=0), [])
     nested: list[tuple[dict[str, Any], float]] = []
-    clock = _Clock()
+    clock = Clock()
     entries = record.get("requests")
     if not isinstance(entries, list):
         row.fail(f"requests={type(entries).__name__}", "must be a list")
     for entry in entries:
-        item = _Row(row.path, row.line, entry)
+        item = Row(row.path, row.line, entry)
         time_s = clock.check(item, item.number("t"))
         if "requests" in entry:
             nested.append((entry, start_s + time_s))
@@ -431,7 +311,7 @@ def _common_ids(
 
 
 def _agentic_request(
-    row: _Row, time_s: float, granularity: int, session: int, remap: dict[int, int] | None, name: str
+    row: Row, time_s: float, granularity: int, session: int, remap: dict[int, int] | None, name: str
 ) -> TraceRequest:
     num_input = row.length("in", least=1)
     local = row.ids("hash_ids", np.int64)
@@ -456,14 +336,14 @@ def read_lengths(path: Path) -> Trace:
     path = Path(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = _Clock()
-        lines = _lines(path)
-        _, header_text = next(lines)
+        clock = Clock()
+        rows = lines(path)
+        _, header_text = next(rows)
         header = next(csv.reader([header_text]))
         base: datetime | None = None
-        for line, text in lines:
+        for line, text in rows:
             cells = next(csv.reader([text]))
-            row = _Row(path, line, dict(zip(header, cells)))
+            row = Row(path, line, dict(zip(header, cells)))
             if len(cells) != len(header):
                 row.fail(f"{len(cells)} cells", f"must be {len(header)} as in the header")
             time_s = 0.0
@@ -494,16 +374,16 @@ def read_alpaca(path: Path, *, field: str = "L_gt", num_input: int = 19) -> Trac
     path = Path(path)
 
     def source() -> Iterator[TraceRequest]:
-        text = "".join(text for _, text in _lines(path))
+        text = "".join(text for _, text in lines(path))
         try:
             rows = json.loads(text)
         except json.JSONDecodeError as error:
-            _fail(path, error.lineno, f"wrong JSON ({error.msg})", "must be an array of objects")
+            fail(path, error.lineno, f"wrong JSON ({error.msg})", "must be an array of objects")
         if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
-            _fail(path, 1, "not an array of objects", "must be a non-empty array of objects")
+            fail(path, 1, "not an array of objects", "must be a non-empty array of objects")
         for number, record in enumerate(rows, 1):
             # An array has no lines of its own: the place is the element's number.
-            row = _Row(path, number, record)
+            row = Row(path, number, record)
             yield TraceRequest(0.0, num_input, row.length(field, least=0))
 
     return Trace(_stem(path), "alpaca", 0, False, source, path)
@@ -522,14 +402,14 @@ def open_trace(path: str | Path, *, encode: Encode | None = None, common_prefix:
         FileNotFoundError: No such file.
     """
     path = Path(path)
-    line, text = next(_lines(path))
+    line, text = next(lines(path))
     if ".txt" in path.suffixes:
         return read_prompts(path, _need(encode, path))
     if ".csv" in path.suffixes:
         return read_lengths(path)
     if text.lstrip().startswith("["):
         return read_alpaca(path)
-    _, record = next(_records(path))
+    _, record = next(records(path))
     if "hash_ids" in record:
         return read_mooncake(path)
     if "requests" in record:
@@ -538,7 +418,7 @@ def open_trace(path: str | Path, *, encode: Encode | None = None, common_prefix:
         return read_tokens(path)
     if "prompt" in record or "text" in record:
         return read_prompts(path, _need(encode, path))
-    _fail(
+    fail(
         path,
         line,
         f"fields {sorted(record)}",
@@ -567,7 +447,7 @@ def write_trace(path: str | Path, trace: Iterable[TraceRequest], *, granularity:
         ValueError: A request has neither token ids nor granule ids.
     """
     path = Path(path)
-    opener = _OPENERS.get(path.suffix, open)
+    opener = OPENERS.get(path.suffix, open)
     count = fresh = 0
     with opener(path, "wt", encoding="utf-8") as file:
         for request in trace:

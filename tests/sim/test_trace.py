@@ -10,17 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagedjax.sim.records import TraceError
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.synth import GENERATORS, Arrivals, system_prompt, target_sharing
-from pagedjax.sim.trace import (
-    Trace,
-    TraceError,
-    open_trace,
-    read_agentic,
-    read_alpaca,
-    read_prompts,
-    write_trace,
-)
+from pagedjax.sim.trace import Trace, open_trace, read_agentic, read_alpaca, read_prompts, write_trace
 
 
 def _write(path: Path, rows: list[object]) -> Path:

@@ -1,0 +1,130 @@
+"""Lines and records of trace files, read as a stream; every complaint names file, line, got and rule."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+class TraceError(ValueError):
+    """A trace file breaks a rule; the message holds file, line, what was got and the rule."""
+
+
+def fail(path: Path, line: int, got: str, rule: str) -> NoReturn:
+    raise TraceError(f"{path}:{line}: {got}: {rule}")
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered, non-blank lines of a plain, .gz or .xz file.
+
+    Raises:
+        TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
+    """
+    opener = OPENERS.get(path.suffix, open)
+    number = 0
+    seen = False
+    with opener(path, "rt", encoding="utf-8") as file:
+        while True:
+            try:
+                text = file.readline()
+            except EOFError:
+                fail(
+                    path,
+                    number + 1,
+                    "the compressed stream ends early",
+                    "must be a whole file; fetch it again",
+                )
+            except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+                fail(path, number + 1, f"damaged compression ({error})", f"must be valid {path.suffix[1:]}")
+            except UnicodeDecodeError as error:
+                fail(path, number + 1, f"byte {error.start} of the chunk is not UTF-8", "must be UTF-8 text")
+            if not text:
+                break
+            number += 1
+            if text.strip():
+                seen = True
+                yield number, text
+    if not seen:
+        fail(path, number or 1, "no line holds a record", "a trace must not be empty")
+
+
+def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in lines(path):
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            fail(
+                path, number, f"wrong JSON at column {error.colno} ({error.msg})", "must be one object a line"
+            )
+        if not isinstance(record, dict):
+            fail(path, number, f"a JSON {type(record).__name__}", "must be one object a line")
+        yield number, record
+
+
+class Row:
+    """Typed, checked access to one record's fields."""
+
+    def __init__(self, path: Path, line: int, record: dict[str, Any]) -> None:
+        self.path, self.line, self.record = path, line, record
+
+    def fail(self, got: str, rule: str) -> NoReturn:
+        fail(self.path, self.line, got, rule)
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        for name in names:
+            if name in self.record:
+                value = self.record[name]
+                if isinstance(value, str):
+                    with suppress(ValueError):
+                        value = float(value)
+                if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                    self.fail(f"{name}={self.record[name]!r}", "must be a number")
+                return value
+        if default is None:
+            self.fail(f"fields {sorted(self.record)}", f"must hold {' or '.join(names)}")
+        return default
+
+    def length(self, *names: str, least: int = 0, default: int | None = None) -> int:
+        value = self.number(*names, default=default)
+        if value != int(value) or value < least:
+            self.fail(f"{names[0]}={value}", f"must be a whole number of tokens, at least {least}")
+        return int(value)
+
+    def ids(self, name: str, dtype: type) -> np.ndarray:
+        value = self.record.get(name)
+        if not isinstance(value, list):
+            self.fail(f"{name}={type(value).__name__}", "must be a list of whole numbers")
+        try:
+            ids: np.ndarray = np.array(value, dtype=np.int64 if value else dtype)
+        except (TypeError, ValueError, OverflowError):
+            self.fail(f"{name}", "must be a list of whole numbers")
+        if ids.ndim != 1 or any(type(v) is not int for v in value[:1]):
+            self.fail(f"{name}", "must be a flat list of whole numbers")
+        if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(dtype).max):
+            self.fail(
+                f"{name} holds {ids.min()} to {ids.max()}", f"ids must fit {np.dtype(dtype).name} from 0"
+            )
+        return ids.astype(dtype, copy=False)
+
+
+class Clock:
+    """Refuses times that run backwards."""
+
+    def __init__(self) -> None:
+        self.last = float("-inf")
+
+    def check(self, row: Row, time_s: float) -> float:
+        if time_s < self.last:
+            row.fail(f"time {time_s:g} s after {self.last:g} s", "times must not decrease; sort the file")
+        self.last = time_s
+        return time_s

@@ -10,9 +10,12 @@ and one file of shapes give all figures; what in them is no data sheet's says so
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pagedjax.scheduler import StepPlan
 
@@ -175,3 +178,56 @@ class CostModel:
                 "take a smaller model or a larger device"
             )
         return blocks
+
+
+def calibrate(
+    peaks: HardwareSpec, works: Sequence[Work], rows: Sequence[int], seconds: Sequence[float]
+) -> HardwareSpec:
+    """Fit efficiencies and host times to measured steps; the peaks stay.
+
+    Which roof bounds a step depends on the efficiencies, so both are settled in turn: assign steps to a
+    roof, solve the linear least squares that is left, assign again.
+
+    Args:
+        peaks: Peaks, and where the fit starts.
+        works: `CostModel.work` of each step.
+        rows: Sequences in each step.
+        seconds: What each step took.
+
+    Raises:
+        ValueError: Fewer than 8 steps, or the fit leaves the range (efficiency above 1, negative time):
+            the steps do not vary enough, or the peaks are wrong.
+    """
+    if not len(works) == len(rows) == len(seconds) or len(works) < 8:
+        raise ValueError(
+            f"{len(works)} works, {len(rows)} rows, {len(seconds)} times: must be equally many, at least 8"
+        )
+    compute = np.array([w.flops for w in works]) / peaks.flops_per_s
+    memory = np.array([w.bytes for w in works]) / peaks.bytes_per_s
+    ones, count = np.ones(len(works)), np.array(rows, dtype=float)
+    scale_c, scale_m = 1 / peaks.compute_efficiency, 1 / peaks.bandwidth_efficiency
+    overhead, per_row = peaks.step_overhead_s, peaks.host_s_per_row
+    for _ in range(50):
+        bound = compute * scale_c > memory * scale_m
+        columns = np.stack([ones, count, np.where(bound, compute, 0.0), np.where(bound, 0.0, memory)], axis=1)
+        used = columns.any(axis=0)
+        fit = np.zeros(4)
+        fit[used] = np.linalg.lstsq(columns[:, used], np.array(seconds), rcond=None)[0]
+        overhead, per_row = float(fit[0]), float(fit[1])
+        # A roof that bounds no step keeps its scale.
+        scale_c, scale_m = float(fit[2]) if used[2] else scale_c, float(fit[3]) if used[3] else scale_m
+        if np.array_equal(bound, compute * scale_c > memory * scale_m):
+            break
+    if min(scale_c, scale_m) < 1 or overhead <= 0 or per_row < -1e-9:
+        raise ValueError(
+            f"{peaks.name}: the fit gives efficiencies {1 / scale_c:.3g} and {1 / scale_m:.3g}, overhead "
+            f"{overhead:.3g} s and {per_row:.3g} s a row: must be at most 1 and not negative; measure steps that vary more, or correct "
+            "the peaks"
+        )
+    return replace(
+        peaks,
+        compute_efficiency=1 / scale_c,
+        bandwidth_efficiency=1 / scale_m,
+        step_overhead_s=overhead,
+        host_s_per_row=max(per_row, 0.0),
+    )

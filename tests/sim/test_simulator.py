@@ -12,7 +12,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.request import SamplingParams
 from pagedjax.scheduler import StepPlan
-from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
+from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.simulator import Clock, Prompts, hash_plan, simulate
@@ -320,3 +320,25 @@ def test_roofline_has_both_roofs() -> None:
     assert long == pytest.approx((linear + scores + 2 * model.vocab_size * model.d_model) / 100e12, rel=1e-6)
     assert cost.work(decode).flops < cost.work(prefill).flops
     assert cost.kv_blocks() > 1000 and math.isfinite(long)
+
+
+def test_calibration_recovers_what_made_the_steps() -> None:
+    truth = HardwareSpec("x", 100e12, 1e12, 80e9, 0.45, 0.7, 0.004, 0.0002)
+    rng = np.random.default_rng(0)
+    works = [
+        Work(float(f), float(b)) for f, b in zip(rng.uniform(1e11, 5e13, 80), rng.uniform(1e9, 4e11, 80))
+    ]
+    rows = rng.integers(1, 64, 80).tolist()
+    compute = [w.flops / (truth.flops_per_s * truth.compute_efficiency) for w in works]
+    memory = [w.bytes / (truth.bytes_per_s * truth.bandwidth_efficiency) for w in works]
+    seconds = [0.004 + 0.0002 * n + max(c, m) for n, c, m in zip(rows, compute, memory)]
+    start = HardwareSpec("x", 100e12, 1e12, 80e9)
+    found = calibrate(start, works, rows, seconds)
+    for name in ("compute_efficiency", "bandwidth_efficiency", "step_overhead_s", "host_s_per_row"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6)
+    noisy = calibrate(start, works, rows, [t * float(rng.uniform(0.97, 1.03)) for t in seconds])
+    assert noisy.compute_efficiency == pytest.approx(0.45, rel=0.05)
+    with pytest.raises(ValueError, match="at least 8"):
+        calibrate(start, works[:3], rows[:3], seconds[:3])
+    with pytest.raises(ValueError, match="correct the peaks"):
+        calibrate(start, works, rows, [t / 10 for t in seconds])

@@ -221,8 +221,8 @@ def calibrate(
     if min(scale_c, scale_m) < 1 or overhead <= 0 or per_row < -1e-9:
         raise ValueError(
             f"{peaks.name}: the fit gives efficiencies {1 / scale_c:.3g} and {1 / scale_m:.3g}, overhead "
-            f"{overhead:.3g} s and {per_row:.3g} s a row: must be at most 1 and not negative; measure steps that vary more, or correct "
-            "the peaks"
+            f"{overhead:.3g} s and {per_row:.3g} s a row: must be at most 1 and not negative; measure steps "
+            "that vary more, or correct the peaks"
         )
     return replace(
         peaks,

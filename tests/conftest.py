@@ -4,6 +4,7 @@ JAX is set up through its environment variables, before anything imports it, so 
 half run without importing it at all.
 """
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -38,6 +39,30 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     folder = request.config.getoption("--data-dir").resolve()
     if not (folder / "data").is_dir():
         pytest.skip(f"--data-dir {folder}: no data/ in it")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny seeded model in a folder as `convert` writes it, with a tokenizer of one token per byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from pagedjax.models.weights import save_params
+    from pagedjax.testing import tiny_model
+    from pagedjax.tokenizer import HFTokenizer
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
+    bytewise = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.add_special_tokens(["<s>", "</s>"])
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    model = tiny_model()
+    save_params(folder / "params", model.params)
+    HFTokenizer(bytewise, bos_token_id=256, eos_token_ids=(257,)).save(folder)
+    facts = {"format": 1, "name": "tiny", "dtype": "float32", "config": model.config.to_dict()}
+    (folder / "pagedjax_model.json").write_text(json.dumps(facts))
     return folder
 
 

@@ -13,30 +13,6 @@ from pagedjax.cli import COMMANDS, main
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """The tiny seeded model in a folder as `convert` writes it, with a tokenizer of one token per byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from pagedjax.models.weights import save_params
-    from pagedjax.testing import tiny_model
-    from pagedjax.tokenizer import HFTokenizer
-
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
-    bytewise = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens(["<s>", "</s>"])
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    model = tiny_model()
-    save_params(folder / "params", model.params)
-    HFTokenizer(bytewise, bos_token_id=256, eos_token_ids=(257,)).save(folder)
-    facts = {"format": 1, "name": "tiny", "dtype": "float32", "config": model.config.to_dict()}
-    (folder / "pagedjax_model.json").write_text(json.dumps(facts))
-    return folder
-
-
 @pytest.fixture
 def run(capsys, tmp_path):
     """Run a command line in this process; gives (exit code, stdout, stderr)."""

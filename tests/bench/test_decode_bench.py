@@ -1,0 +1,88 @@
+"""The bench's bounds are what they claim: the dense loop is the same model, and the rows add up."""
+
+import jax
+import numpy as np
+import pytest
+
+from pagedjax.bench import decode
+from pagedjax.llm import LLM
+from pagedjax.request import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder):
+    settings = dict(max_num_seqs=4, token_budget=32, num_blocks=64, compilation_cache_dir="off")
+    llm = LLM(str(tiny_folder), progress=False, **settings)
+    llm.warm_up(mixed=True)
+    return llm
+
+
+def test_dense_loop_is_the_same_model(llm):
+    """Fed the prompt token by token, the dense loop goes on with the engine's greedy tokens."""
+    prompts = decode._prompts(llm, 3, 12, seed=5)
+    expected = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    loop = decode.DenseLoop(llm, batch=3, length=24)
+    for at, column in enumerate(np.array(prompts).T):
+        tokens = loop.step(column, at)
+    out = [tokens]
+    for at in range(12, 19):
+        out.append(loop.step(out[-1], at))
+    assert np.array(out).T.tolist() == [list(output.outputs[0].token_ids) for output in expected]
+
+
+def test_products_are_every_matrix_of_a_step(llm):
+    """The chain's floating-point work is 2 x batch x (all matrices but the embedding), as XLA counts it."""
+    products = decode._Products(llm, batch=4)
+    flops = products._chain.lower(products._params, products._x).compile().cost_analysis()["flops"]
+    config = llm.model_config
+    qkv = config.d_model * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    out = config.num_heads * config.head_dim * config.d_model
+    layer = qkv + out + 3 * config.d_model * config.d_mlp
+    expected = 2 * 4 * (config.num_layers * layer + config.d_model * config.vocab_size)
+    assert flops == pytest.approx(expected, rel=0.01)
+
+
+def test_rows_agree_with_themselves(llm):
+    (row,) = decode.run(llm, [2], context=20, tokens=3, rounds=1)
+    assert row["of dense"] == pytest.approx(row["decode tok/s"] / row["dense tok/s"])
+    assert row["of floor"] == pytest.approx(row["decode tok/s"] / row["floor tok/s"])
+    host = row["schedule µs/row"] + row["pack µs/row"] + row["commit µs/row"]
+    assert row["host µs/row"] == pytest.approx(host) and host > 0
+    assert llm.engine.on_step is None and not llm.engine.has_work
+    llm.manager.check_invariants()
+    assert llm.manager.snapshot()["groups"][0]["ref"] == {}
+
+
+def test_first_token_is_cold_then_warm(llm):
+    row = decode.first_token(llm, context=64, rounds=2)
+    assert row["cached tokens"] == 48 and row["warm / cold"] == pytest.approx(row["warm ms"] / row["cold ms"])
+
+
+def test_mixed_step_holds_what_it_says(llm):
+    row = decode.mixed_step(llm, decodes=3, chunk=16, context=20, rounds=2)
+    assert row["mixed / sum"] == pytest.approx(row["mixed ms"] / (row["decodes ms"] + row["chunk ms"]))
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (dict(batches=[5]), "--batch 5: must be in [1, max_num_seqs=4]"),
+        (dict(batches=[4], context=250), "needs 64 blocks, the pool has 63 usable"),
+        (dict(batches=[1], context=511), "must fit max_model_len=512"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(llm, options, part):
+    with pytest.raises(ValueError) as caught:
+        decode.run(llm, tokens=3, rounds=1, **options)
+    assert part in str(caught.value)
+    with pytest.raises(ValueError, match="token_budget=32: must hold 4"):
+        decode.mixed_step(llm, decodes=4, chunk=40)
+
+
+def test_floor_counts_all_weights_but_the_embedding(llm):
+    floor = decode._FloorTimer(llm.runner.params)
+    counted = floor._scale * floor._array.nbytes
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params))
+    assert counted == pytest.approx(total - llm.runner.params["embed"].nbytes)
+    assert floor() > 0

@@ -279,12 +279,20 @@ def _kernel(
         num_blocks = jnp.minimum((left + shape.block_size - 1) // shape.block_size, shape.chunk_blocks)
         base = table_ref[entry] * shape.table_width + chunk * shape.chunk_blocks
 
-        def one(j: jax.Array, _: None) -> None:
+        def one(j: Any, _: None) -> None:
             row = rows_ref[base + j]
             copy = pltpu.make_async_copy(pool_ref.at[row], buffers.at[slot, j], sems.at[slot])
             getattr(copy, act)()
 
-        lax.fori_loop(0, num_blocks, one, None)
+        # Written out, the address arithmetic of neighbours overlaps; only a row's last chunk needs the loop.
+        @pl.when(num_blocks == shape.chunk_blocks)
+        def whole_chunk() -> None:
+            for j in range(shape.chunk_blocks):
+                one(j, None)
+
+        @pl.when(num_blocks < shape.chunk_blocks)
+        def part_of_a_chunk() -> None:
+            lax.fori_loop(0, num_blocks, one, None)
 
     def start_next_entry(slot: jax.Array) -> None:
         after = jnp.minimum(w + 1, count_ref[0] - 1)
@@ -321,12 +329,46 @@ def _kernel(
             start_next_entry(1 - slot)
 
         copies(w, chunk, slot, "wait")
-        keys = buffers.at[slot][...].reshape(shape.chunk, -1)
-        _work_chunk(keys, chunk, first_pos_ref[w], stop_ref[w], q_ref, m_ref, l_ref, acc_ref, shape)
+        buffer = buffers.at[slot]
+        _clear_unseen_values(buffer, chunk, first_pos_ref[w], stop_ref[w], shape)
+        _work_chunk(
+            buffer[...].reshape(shape.chunk, -1),
+            chunk,
+            first_pos_ref[w],
+            stop_ref[w],
+            q_ref,
+            m_ref,
+            l_ref,
+            acc_ref,
+            shape,
+        )
         slot_ref[0] = 1 - slot
 
     lax.fori_loop(first, last, one_chunk, None)
     _write(o_ref, lse_ref, m_ref, l_ref, acc_ref, shape)
+
+
+def _clear_unseen_values(
+    buffer: Any, chunk: jax.Array, first_pos: jax.Array, stop: jax.Array, shape: _Shape
+) -> None:
+    """Zeroes values in the buffer that no query sees: those slots may hold NaN, and 0 * NaN is NaN.
+
+    Only the chunks at either end have such slots, so that the others do not pay for the mask.
+    """
+    start = chunk * shape.chunk
+    unseen = start + shape.chunk > stop
+    if shape.window is not None:
+        unseen |= start <= first_pos - shape.window
+
+    @pl.when(unseen)
+    def clear() -> None:
+        values = buffer[:, :, shape.kv_width : 2 * shape.kv_width]
+        block = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        pos = start + block * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        written = pos < stop
+        if shape.window is not None:
+            written &= pos > first_pos - shape.window
+        buffer[:, :, shape.kv_width : 2 * shape.kv_width] = jnp.where(written, values, jnp.zeros_like(values))
 
 
 def _work_chunk(
@@ -341,17 +383,12 @@ def _work_chunk(
     pos = start + lax.broadcasted_iota(jnp.int32, (R, shape.chunk), 1)
     token = lax.broadcasted_iota(jnp.int32, (R, shape.chunk), 0) // shape.group
     seen = (pos <= first_pos + token) & (pos < stop) & (first_pos + token < stop)
-    column = start + lax.broadcasted_iota(jnp.int32, (shape.chunk, lanes), 0)
-    written = column < stop
     if shape.window is not None:
         seen &= pos > first_pos + token - shape.window
-        written &= column > first_pos - shape.window
     for part in range(parts):
         at = part * lanes
         k = kv[:, at : at + lanes]
-        # Slots behind `stop` or the window may hold anything, and 0 * NaN is NaN.
         v = kv[:, shape.kv_width + at : shape.kv_width + at + lanes]
-        v = jnp.where(written, v, jnp.zeros_like(v))
         s = dot(q_ref[part], k, (((1,), (1,)), ((), ()))) * shape.scale
         if shape.soft_cap is not None:
             s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)

@@ -1,0 +1,207 @@
+"""Decode attention of one layer: each implementation beside a dense cache, a gather of everything, and a copy.
+
+All candidates of a case run in turn in one process, and each figure is the best of its rounds: on a shared
+machine the ratios hold where the times do not. `gb_per_s` counts the keys and values that the step must read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.kernels import IMPLEMENTATIONS, KVLayout, KVPool, RaggedBatch, paged_attention, plan_ragged
+
+Progress = Callable[[str], None]
+_FLOATS_AT_MOST = 1 << 28
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to measure.
+
+    Attributes:
+        heads: (N, K).
+        head_dim: H.
+        batch: Rows, one query each.
+        context: Tokens per row, those of the shared prefix included.
+        shared: Leading tokens that all rows have in the same blocks.
+        block_size: B.
+    """
+
+    heads: tuple[int, int]
+    head_dim: int
+    batch: int
+    context: int
+    shared: int = 0
+    block_size: int = 16
+
+    @property
+    def kv_floats(self) -> int:
+        """Keys and values that the rows read, shared ones counted for every row."""
+        return 2 * self.batch * self.context * self.heads[1] * self.head_dim
+
+
+CASES = (
+    *(Case((9, 3), 64, batch, 512) for batch in (1, 8, 32)),
+    *(Case((32, 8), 128, 8, 4096, block_size=size) for size in (8, 16, 32, 64, 128, 256)),
+    Case((9, 3), 64, 32, 2048 + 128, shared=2048),
+    Case((32, 8), 128, 32, 2048 + 128, shared=2048),
+)
+
+
+def run(
+    cases: Sequence[Case] = CASES,
+    *,
+    dtype: str | None = None,
+    rounds: int = 7,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Measures every case with every implementation that this device runs.
+
+    Args:
+        cases: Shapes. A case whose arrays would exceed 1 GiB of float32 in one copy is left out, by name.
+        dtype: Of the pool; None takes float32 on CPU and bfloat16 elsewhere.
+        rounds: Times each candidate runs; the best counts.
+        progress: Told what is measured next, and what is left out.
+
+    Returns:
+        Rows with device, dtype, heads, head_dim, batch, context, shared, block_size, implementation, ms,
+        gb_per_s, of_copy (share of the measured copy bandwidth) and of_dense (dense time over this one).
+    """
+    tell = progress or (lambda message: None)
+    device = jax.devices()[0]
+    dtype = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        if case.kv_floats > _FLOATS_AT_MOST:
+            tell(f"left out: {case} needs {case.kv_floats * 4 / 2**30:.1f} GiB a copy")
+            continue
+        tell(f"{case.heads[0]}q/{case.heads[1]}kv/{case.head_dim}, batch {case.batch} × {case.context}, "
+             f"blocks of {case.block_size}")  # fmt: skip
+        best = _best(_candidates(case, dtype, tell), rounds)
+        num_bytes = case.kv_floats * jnp.dtype(dtype).itemsize
+        # A copy reads and writes its bytes.
+        copy_gb_per_s = 2 * num_bytes / best.pop("copy") / 1e9
+        for name, seconds in best.items():
+            gb_per_s = num_bytes / seconds / 1e9
+            rows.append(
+                {
+                    "device": device.device_kind,
+                    "dtype": dtype,
+                    "heads": f"{case.heads[0]}/{case.heads[1]}",
+                    "head_dim": case.head_dim,
+                    "batch": case.batch,
+                    "context": case.context,
+                    "shared": case.shared,
+                    "block_size": case.block_size,
+                    "implementation": name,
+                    "ms": seconds * 1e3,
+                    "gb_per_s": gb_per_s,
+                    "of_copy": gb_per_s / copy_gb_per_s,
+                    "of_dense": best["dense"] / seconds,
+                }
+            )
+    return rows
+
+
+def _candidates(case: Case, dtype: str, tell: Progress) -> dict[str, Callable[[], jax.Array]]:
+    """Everything to time for a case, compiled and checked against each other."""
+    (N, K), H, B = case.heads, case.head_dim, case.block_size
+    rng = np.random.default_rng(0)
+    prefix, width = case.shared // B, -(-case.context // B)
+    num_blocks = 1 + prefix + case.batch * (width - prefix)
+    layout = KVLayout(1, num_blocks, B, K, H, dtype)
+    pool = KVPool(jax.random.normal(jax.random.key(0), layout.shape, jnp.dtype(dtype)), layout)
+    ids = rng.permutation(num_blocks - 1).astype(np.int32) + 1
+    own = ids[prefix:].reshape(case.batch, -1)
+    tables = np.concatenate([np.tile(ids[:prefix], (case.batch, 1)), own], axis=1)
+    q = jax.random.normal(jax.random.key(1), (case.batch, N, H), jnp.dtype(dtype))
+    kv = pool.data[jnp.asarray(tables)][..., : 2 * K * H].reshape(case.batch, -1, 2, K, H)
+    kv = kv[:, : case.context].transpose(2, 0, 3, 1, 4) + 0
+
+    def plan(max_groups: int) -> RaggedBatch:
+        ragged = plan_ragged(
+            np.ones(case.batch, np.int32),
+            np.full(case.batch, case.context, np.int32),
+            tables,
+            block_size=B,
+            num_tokens_bucket=case.batch,
+            num_seqs_bucket=case.batch,
+            decode_bucket=case.batch,
+            max_groups=max_groups,
+        )
+        return jax.tree.map(jnp.asarray, ragged)
+
+    calls: dict[str, Callable[[], jax.Array]] = {
+        "copy": _call(lambda x: x + 1, kv),
+        "dense": _call(lambda q, kv: _dense(q, kv[0], kv[1]), q, kv),
+        "gather all": _call(
+            lambda q, pool, t: _gather_all(q, pool, t, case.context), q, pool, jnp.asarray(tables)
+        ),
+    }
+    for name in IMPLEMENTATIONS:
+        for max_groups in (0, 1) if case.shared else (0,):
+            label = f"{name} cascade" if max_groups else name
+            try:
+                calls[label] = _call(
+                    lambda q, pool, ragged, name=name: paged_attention(
+                        q, pool, 0, ragged, scale=H**-0.5, implementation=name
+                    ),
+                    q, pool, plan(max_groups),
+                )  # fmt: skip
+            except NotImplementedError as limit:
+                tell(f"{label} left out: {limit}")
+    _check_equal(calls)
+    return calls
+
+
+def _call(fn: Callable[..., jax.Array], *args: Any) -> Callable[[], jax.Array]:
+    compiled = jax.jit(fn).lower(*args).compile()
+    return lambda: jax.block_until_ready(compiled(*args))
+
+
+def _check_equal(calls: dict[str, Callable[[], jax.Array]]) -> None:
+    """A candidate that computes something else is not worth timing."""
+    want = np.asarray(calls["dense"](), np.float32)
+    for name, call in calls.items():
+        if name != "copy":
+            error = float(np.abs(np.asarray(call(), np.float32) - want).max())
+            if not error < 3e-2:
+                raise RuntimeError(
+                    f"{name}: differs from the dense result by {error:.1e}; fix it before timing it"
+                )
+
+
+def _dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """q f[S, N, H] over k, v f[S, K, t, H]."""
+    S, N, H = q.shape
+    grouped = q.reshape(S, k.shape[1], -1, H) * H**-0.5
+    weights = jax.nn.softmax(jnp.einsum("skgh,skth->skgt", grouped, k).astype(jnp.float32), axis=-1)
+    return jnp.einsum("skgt,skth->skgh", weights.astype(v.dtype), v).reshape(S, N, H)
+
+
+def _gather_all(q: jax.Array, pool: KVPool, tables: jax.Array, context: int) -> jax.Array:
+    """The simplest paged attention: every row's blocks side by side first."""
+    K, H = pool.layout.num_kv_heads, pool.layout.head_dim
+    rows = pool.data[tables].reshape(tables.shape[0], -1, pool.layout.width)[:, :context]
+    kv = rows[..., : 2 * K * H].reshape(*rows.shape[:2], 2, K, H)
+    grouped = q.reshape(q.shape[0], K, -1, H) * H**-0.5
+    weights = jax.nn.softmax(jnp.einsum("skgh,stkh->skgt", grouped, kv[:, :, 0]).astype(jnp.float32), axis=-1)
+    return jnp.einsum("skgt,stkh->skgh", weights.astype(kv.dtype), kv[:, :, 1]).reshape(q.shape)
+
+
+def _best(calls: dict[str, Callable[[], jax.Array]], rounds: int) -> dict[str, float]:
+    """Seconds of each call's fastest round, rounds interleaved."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best

@@ -220,7 +220,8 @@ def load_config(
 
 def _with_file(config: Config, path: Path) -> Config:
     if not path.is_file():
-        raise ValueError(f"config {path}: no such file; give a .toml file, for example one of configs/serve/")
+        found = "is not a file" if path.exists() else "no such file"
+        raise ValueError(f"config {path}: {found}; give a .toml file, for example one of configs/serve/")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -81,6 +81,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         sys.stderr.close()
         return 0
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without its command
+        print(error.format_message(), file=sys.stderr)
+        return 2
     except click.ClickException as error:
         return _complain(_usage(error))
     except (ValueError, NotImplementedError, OSError, MemoryError) as error:

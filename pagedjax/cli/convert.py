@@ -20,7 +20,7 @@ def command(common: Common, target: Path) -> None:
     from pagedjax.models.hub import convert
 
     source, dtype = common.config.model.model, common.config.model.dtype
-    convert(source, target, dtype=dtype, progress=not common.quiet, cache_dir=common.cache_dir)
+    convert(source, target, dtype=dtype, progress=common.bars, cache_dir=common.cache_dir)
     total = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     if common.as_json:
         emit_json({"source": source, "target": str(target), "bytes": total, "dtype": dtype})

@@ -73,6 +73,7 @@ def command(common: Common, explain: bool) -> None:
         return
     llm = common.llm()
     started = time.perf_counter()
+    common.note("compiling the step programs: about a minute on two cores the first time, then kept on disk")
     llm.warm_up(mixed=False)
     common.note(f"{llm.runner.num_programs} step programs ready after {time.perf_counter() - started:.0f} s")
     demo = Demo(llm, common.console().print if not common.as_json else lambda *_: None)

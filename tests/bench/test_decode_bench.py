@@ -11,7 +11,7 @@ from pagedjax.request import SamplingParams
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder):
-    settings = dict(max_num_seqs=4, token_budget=32, num_blocks=64, compilation_cache_dir="off")
+    settings = dict(max_num_seqs=4, token_budget=8, num_blocks=64, compilation_cache_dir="off")
     llm = LLM(str(tiny_folder), progress=False, **settings)
     llm.warm_up(mixed=True)
     return llm
@@ -59,7 +59,7 @@ def test_first_token_is_cold_then_warm(llm):
 
 
 def test_mixed_step_holds_what_it_says(llm):
-    row = decode.mixed_step(llm, decodes=3, chunk=16, context=20, rounds=2)
+    row = decode.mixed_step(llm, decodes=3, chunk=4, context=20, rounds=2)
     assert row["mixed / sum"] == pytest.approx(row["mixed ms"] / (row["decodes ms"] + row["chunk ms"]))
     assert not llm.engine.has_work
 
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(llm, options, part):
     with pytest.raises(ValueError) as caught:
         decode.run(llm, tokens=3, rounds=1, **options)
     assert part in str(caught.value)
-    with pytest.raises(ValueError, match="token_budget=32: must hold 4"):
+    with pytest.raises(ValueError, match="token_budget=8: must hold 4"):
         decode.mixed_step(llm, decodes=4, chunk=40)
 
 

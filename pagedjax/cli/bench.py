@@ -62,3 +62,13 @@ def cache(common: Common, large: bool) -> None:
     from pagedjax.bench import cache as bench
 
     _show(common, {"cache": bench.run(common.config, large=large, progress=common.note)})
+
+
+@command.command("kernels")
+@click.option("--rounds", default=7, show_default=True, help="Times each candidate runs; the best counts.")
+@common_options()
+def kernels(common: Common, rounds: int) -> None:
+    """Decode attention of one layer beside a dense cache, a gather of everything, and a copy."""
+    from pagedjax.bench import kernels as bench
+
+    _show(common, {"kernels": bench.run(rounds=rounds, progress=common.note)})

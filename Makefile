@@ -53,7 +53,7 @@ FAST := tests/cache tests/engine tests/runtime tests/examples tests/kernels/test
 FAST += tests/models/test_decoder.py $(wildcard tests/test_*.py)
 
 test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
-	$(BIN)/python -m pytest -m "not full and not parity and not smollm" $(FAST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not full and not parity and not slow and not smollm" $(FAST) $(PYTEST_ARGS)
 
 test-full: lint types ## the default tests and the large products
 	$(BIN)/python -m pytest -m "not parity" $(PYTEST_ARGS)

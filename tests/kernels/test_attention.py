@@ -188,7 +188,8 @@ def test_layer_may_be_traced(build):
         return paged_attention(jnp.asarray(step.q), step.pool, layer, step.ragged, **step.params)
 
     fixed = paged_attention(jnp.asarray(step.q), step.pool, step.layer, step.ragged, **step.params)
-    np.testing.assert_array_equal(run(jnp.int32(step.layer)), fixed)
+    # Two programs, so two orders of summation: equal within the float32 tolerance of the case table.
+    np.testing.assert_allclose(run(jnp.int32(step.layer)), fixed, rtol=2e-6, atol=2e-6)
 
 
 def device_output(step, pool=None, ragged=None):

@@ -1,6 +1,6 @@
 """Decoding over a paged, prefix-shared KV cache with everything in sight: copy this file and change it.
 
-    python examples/decode_script.py "The capital of France is"
+    python examples/decode_script.py "The capital of France is" [MODEL]
 
 The manager (plain Python) says which block holds which tokens; the jitted step (jax) computes.
 """
@@ -71,7 +71,7 @@ class Decoder:
 
 
 if __name__ == "__main__":
-    decoder = Decoder(load_model("smollm2-135m"))
+    decoder = Decoder(load_model(*sys.argv[2:3] or ["smollm2-135m"]))
     prompt = sys.argv[1] if len(sys.argv) > 1 else "The capital of France is"
     for seq in range(2):  # the second time, the full blocks of prompt and answer are hits
         ids, cached = decoder.decode(seq, decoder.model.tokenizer.encode(prompt))

@@ -8,6 +8,8 @@ import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
 
+_COUNT = click.IntRange(min=1)
+
 
 @click.group("bench")
 def command() -> None:
@@ -26,11 +28,15 @@ def _show(common: Common, tables: dict[str, list[dict[str, Any]]]) -> None:
 
 @command.command("decode")
 @click.option(
-    "--batch", "batches", multiple=True, type=int, help="Batch size; repeatable.  [default: 1, 8, 32]"
+    "--batch", "batches", multiple=True, type=_COUNT, help="Batch size; repeatable.  [default: 1, 8, 32]"
 )
-@click.option("--context", default=512, show_default=True, help="Prompt length in tokens.")
-@click.option("--tokens", default=32, show_default=True, help="Tokens decoded per sequence and round.")
-@click.option("--rounds", default=3, show_default=True, help="Interleaved rounds; the best of each is kept.")
+@click.option("--context", type=_COUNT, default=512, show_default=True, help="Prompt length in tokens.")
+@click.option(
+    "--tokens", type=_COUNT, default=32, show_default=True, help="Tokens decoded a sequence and round."
+)
+@click.option(
+    "--rounds", type=_COUNT, default=3, show_default=True, help="Interleaved rounds; the best of each counts."
+)
 # 31 decodes and a 256-token chunk must fit one step.
 @common_options(scheduler__token_budget=288, scheduler__chunk_tokens=256, cache__memory_bytes="1536MiB")
 def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, rounds: int) -> None:
@@ -60,12 +66,18 @@ def in_place(common: Common) -> None:
 def cache(common: Common, large: bool) -> None:
     """Host time per block: look up, allocate, index, free, evict; beside a bare SHA-256 of the same bytes."""
     from pagedjax.bench import cache as bench
+    from pagedjax.cache import PagedManager
 
+    # The configured cell is measured last: a name that does not exist is refused before the first.
+    wanted = common.config.cache
+    PagedManager(num_blocks=2, block_size=wanted.block_size, index=wanted.index, policy=wanted.policy)
     _show(common, {"cache": bench.run(common.config, large=large, progress=common.note)})
 
 
 @command.command("kernels")
-@click.option("--rounds", default=7, show_default=True, help="Times each candidate runs; the best counts.")
+@click.option(
+    "--rounds", type=_COUNT, default=7, show_default=True, help="Times each candidate runs; the best counts."
+)
 @common_options()
 def kernels(common: Common, rounds: int) -> None:
     """Decode attention of one layer beside a dense cache, a gather of everything, and a copy."""

@@ -125,6 +125,7 @@ EXPERIMENT = Experiment(
                 paper,
                 "PagedAttention Fig. 2",
                 _value("sharegpt", system, "token_states_of_used" if system == "paged" else "token_states"),
+                0.06 / paper,  # six points
             )
             for system, paper in zip(SYSTEMS, TOKEN_STATES)
         ),

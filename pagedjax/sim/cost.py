@@ -210,7 +210,7 @@ def calibrate(
     for _ in range(50):
         bound = compute * scale_c > memory * scale_m
         columns = np.stack([ones, count, np.where(bound, compute, 0.0), np.where(bound, 0.0, memory)], axis=1)
-        used = columns.any(axis=0)
+        used = np.asarray(columns.any(axis=0))
         fit = np.zeros(4)
         fit[used] = np.linalg.lstsq(columns[:, used], np.array(seconds), rcond=None)[0]
         overhead, per_row = float(fit[0]), float(fit[1])

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 DTYPES = ("float32", "bfloat16", "float16")
+HASHES = ("sha256", "sha256_cbor", "xxh3_128")
+RESERVATIONS = ("", "max", "pow2", "oracle")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
@@ -61,11 +63,23 @@ class CacheConfig:
         num_blocks: Blocks in the pool, the null block included; None ("auto" in files and on the command
             line) sizes it from memory_bytes.
         memory_bytes: Bytes for the pool where num_blocks is not given.
-        index: Prefix index: "hash" (chained block hashes), "table" (sharing by fork only).
-        policy: Eviction policy by name.
-        hash: Block hash: "sha256".
+        index: Prefix index: "hash" (chained block hashes), "radix" (a tree over tokens), "table" (sharing by
+            fork only).
+        policy: Eviction policy by name: lru, fifo, lfu, slru, s3fifo, cost, retention.
+        hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
+            indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
         dtype: KV in the pool; "" follows the model's dtype.
+        verify_tokens: Compare tokens, not digests alone, before a block is shared.
+        dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
+            index does by nature, radix with, the others without.
+        partial: Least gain in tokens for which a part of a cached block is copied into a fresh one; 0 never
+            copies. Worth it where prompts diverge in the middle of long blocks.
+        host_blocks: Blocks per KV group in host memory: what is evicted moves there and comes back on a hit,
+            and preempted sequences are swapped there. 0: neither.
+        reservation: "" allocates blocks on demand. "max", "pow2" and "oracle" are Orca's contiguous
+            reservations, the baselines of the PagedAttention paper: nothing is shared, the settings above
+            have no effect.
     """
 
     block_size: int = 16
@@ -76,6 +90,11 @@ class CacheConfig:
     hash: str = "sha256"
     prefix_caching: bool = True
     dtype: str = ""
+    verify_tokens: bool = False
+    dedup: bool | None = None
+    partial: int = 0
+    host_blocks: int = 0
+    reservation: str = ""
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -95,6 +114,31 @@ class CacheConfig:
         _require(
             self.dtype in ("", *DTYPES),
             f"cache.dtype={self.dtype}: must be one of {', '.join(DTYPES)}, or empty to follow the model",
+        )
+        _require(
+            self.hash in HASHES, f"cache.hash={self.hash}: must be one of {', '.join(HASHES)}; try sha256"
+        )
+        _require(
+            0 <= self.partial < max(size, 2),
+            f"cache.partial={self.partial}: must be a number of tokens below block_size={size}, or 0 to copy no "
+            "part of a block; try 4",
+        )
+        _require(
+            self.host_blocks >= 0,
+            f"cache.host_blocks={self.host_blocks}: must be positive, or 0 for no host tier; try 1024",
+        )
+        _require(
+            not self.verify_tokens or self.index != "table",
+            "cache.verify_tokens=true: a table index compares tokens anyway; turn it off or try index=hash",
+        )
+        _require(
+            self.reservation in RESERVATIONS,
+            f"cache.reservation={self.reservation}: must be max, pow2 or oracle, or empty to allocate on demand",
+        )
+        _require(
+            not (self.reservation and self.host_blocks),
+            f"cache.host_blocks={self.host_blocks}: reservations have no host tier; set host_blocks=0 or "
+            "reservation to empty",
         )
 
 
@@ -270,7 +314,9 @@ def _parse(key: str, value: Any, kind: Any) -> Any:
         if isinstance(value, str):
             return value
         raise ValueError(f"{key}={value!r}: must be a string; put it in quotes")
-    if kind is bool:
+    if kind == (bool | None) and value in (None, "auto"):
+        return None
+    if kind in (bool, bool | None):
         known = _BOOLS.get(value.lower()) if isinstance(value, str) else value
         if isinstance(known, bool):
             return known

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagedjax.cache import ExtraKeys, PagedManager
+from pagedjax.cache import ExtraKeys
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
+from pagedjax.managers import make_manager
 from pagedjax.progress import bar
 from pagedjax.request import RequestOutput, SamplingParams
 
@@ -87,13 +88,7 @@ class LLM:
         _check_memory(layout.num_bytes, num_blocks)
         self.config = config
         self.max_model_len = length
-        self.manager = PagedManager(
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            index=config.cache.index,
-            policy=config.cache.policy,
-            prefix_caching=config.cache.prefix_caching,
-        )
+        self.manager = make_manager(config.cache, num_blocks=num_blocks, max_model_len=length)
         self.runner = JaxRunner(
             loaded.config,
             loaded.params,

@@ -17,6 +17,7 @@ first live sequence; the others fork from it at the prompt's end and copy blocks
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,6 +92,12 @@ class Scheduler:
         self.manager = manager
         self.config = config
         self.max_model_len = max_model_len
+        if manager.block_size > max_model_len:
+            warnings.warn(
+                f"block_size={manager.block_size} exceeds max_model_len={max_model_len}: no block ever fills, so "
+                "nothing is cached; lower cache.block_size",
+                stacklevel=3,
+            )
         self.table_width = -(-max_model_len // manager.block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -247,7 +254,15 @@ class Scheduler:
         request.forked = len(request.live) == 1
         # Samples fork at the prompt's end, so the hit must leave the leader a prompt token to compute.
         limit = None if request.forked else request.num_prompt_tokens - 1
-        hints = Hints(resumed=request.num_preemptions > 0, max_hit_tokens=limit)
+        sampling = request.sampling
+        left = sampling.max_tokens - leader.num_output_tokens
+        known = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
+        hints = Hints(
+            resumed=request.num_preemptions > 0,
+            max_hit_tokens=limit,
+            max_tokens=left,
+            expected_tokens=left if known else None,
+        )
         hit = self.manager.begin(leader.seq_id, leader.chain, hints)
         leader.num_computed_tokens = hit.num_tokens
         return hit

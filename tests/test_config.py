@@ -38,6 +38,11 @@ def test_file_then_set_in_order(tmp_path):
         ("model=some/folder=x", "model", "model", "some/folder=x"),
         ("seed=7", "runtime", "seed", 7),
         ("cache.dtype=bfloat16", "cache", "dtype", "bfloat16"),
+        ("dedup=on", "cache", "dedup", True),
+        ("dedup=auto", "cache", "dedup", None),
+        ("host_blocks=64", "cache", "host_blocks", 64),
+        ("verify_tokens=yes", "cache", "verify_tokens", True),
+        ("hash=sha256_cbor", "cache", "hash", "sha256_cbor"),
     ],
 )
 def test_settings_are_read_by_the_kind_of_their_field(setting, section, field, value):
@@ -55,6 +60,11 @@ def test_settings_are_read_by_the_kind_of_their_field(setting, section, field, v
         ("num_blocks=0", ["cache.num_blocks=0", "at least 2", "auto"]),
         ("num_blocks=1", ["cache.num_blocks=1", "at least 2"]),
         ("block_size=auto", ["cache.block_size=auto", "whole number"]),
+        ("hash=md5", ["cache.hash=md5", "sha256_cbor", "try sha256"]),
+        ("partial=16", ["cache.partial=16", "below block_size=16"]),
+        ("host_blocks=-1", ["cache.host_blocks=-1", "no host tier"]),
+        ("reservation=min", ["cache.reservation=min", "max, pow2 or oracle"]),
+        ("dedup=maybe", ["cache.dedup=maybe", "true or false"]),
         ("num_blocks=-4", ["cache.num_blocks=-4", "at least 2"]),
         ("memory_bytes=0", ["cache.memory_bytes=0", "positive"]),
         ("memory_bytes=1 parsec", ["cache.memory_bytes=1 parsec", "512MiB"]),

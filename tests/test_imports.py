@@ -14,7 +14,10 @@ SETTINGS = {"pagedjax.config", "pagedjax.model_config"}
 HOST = (
     CACHE
     | SETTINGS
-    | {f"pagedjax.{m}" for m in ("request", "tokenizer", "text_stream", "scheduler", "beam", "engine")}
+    | {
+        f"pagedjax.{m}"
+        for m in ("request", "tokenizer", "text_stream", "scheduler", "beam", "managers", "engine")
+    }
 )
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"}
 
@@ -29,6 +32,7 @@ MAY_IMPORT = {
     "pagedjax.request": CACHE | SETTINGS | {"numpy"},
     "pagedjax.scheduler": HOST | {"numpy"},
     "pagedjax.beam": HOST | {"numpy"},
+    "pagedjax.managers": CACHE | SETTINGS,
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
     "pagedjax.kernels": {"pagedjax.kernels", "jax", "jaxlib", "numpy", "chex"},

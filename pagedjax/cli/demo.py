@@ -230,7 +230,12 @@ class Demo:
         return {f"request {seq.request.request_id}.{seq.index}": seq.seq_id for seq in running}
 
     def _picture(self, tables: dict[str, int] | None = None) -> PoolPicture:
-        return PoolPicture.take(self.llm.manager, tables or {})
+        from pagedjax.cache import PagedManager
+
+        manager = self.llm.manager
+        if not isinstance(manager, PagedManager):
+            raise ValueError("cache.reservation: the demo draws shared blocks; leave it empty")
+        return PoolPicture.take(manager, tables or {})
 
 
 def _chat(question: str, document: str = "") -> list[dict[str, str]]:

@@ -68,3 +68,9 @@ def test_orcas_reservations_run_under_the_same_engine(make_engine, judge, rule):
         for row, table in zip(plan.rows, plan.tables[0], strict=True):
             used = -(-(row.start + row.num_tokens) // 4)
             assert (np.diff(table[:used]) == 1).all(), "a reservation is contiguous"
+
+
+def test_B017_a_block_longer_than_any_sequence_is_warned_of(make_engine):
+    with pytest.warns(UserWarning, match=r"block_size=64 exceeds max_model_len=60: .*lower cache.block_size"):
+        make_engine(block_size=64, max_model_len=60)
+    make_engine(block_size=64, max_model_len=64)  # warnings are errors here

@@ -1,0 +1,69 @@
+"""The settings of the cache reach the manager of a real LLM, and none of them changes a token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedjax import LLM
+from pagedjax.cache import PagedManager, ReservationManager
+from pagedjax.request import SamplingParams
+
+SMALL = dict(scheduler__max_num_seqs=2, scheduler__token_budget=16, model__max_model_len=128)
+SETTINGS = {
+    "plain": {},
+    "dedup": dict(dedup=True),
+    "partial": dict(partial=2, block_size=16),
+    "radix": dict(index="radix", dedup=False),
+    "cbor": dict(hash="sha256_cbor"),
+    "verified": dict(hash="xxh3_128", verify_tokens=True),
+    "max": dict(reservation="max"),
+    "pow2": dict(reservation="pow2"),
+    "oracle": dict(reservation="oracle"),
+}
+
+
+@pytest.fixture(scope="module")
+def make_llm(tiny_folder, tmp_path_factory):
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+
+    def make(**settings):
+        cache = {"block_size": 8, "num_blocks": 65} | settings
+        keys = {f"cache__{name}": value for name, value in cache.items()}
+        return LLM(str(tiny_folder), progress=False, runtime__compilation_cache_dir=compiled, **SMALL | keys)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm):
+    return _tokens(make_llm(prefix_caching=False))[0]
+
+
+def _tokens(llm):
+    stem = np.random.default_rng(0).integers(0, 256, 30).tolist()
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    outputs = [llm.generate([[*stem[:n], 7, 7]], greedy)[0] for n in (30, 12, 29)]
+    llm.manager.check_invariants()
+    return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_cache_settings_change_hits_but_no_token(make_llm, expected, name):
+    llm = make_llm(**SETTINGS[name])
+    tokens, cached = _tokens(llm)
+    assert tokens == expected
+    kind = ReservationManager if SETTINGS[name].get("reservation") else PagedManager
+    assert isinstance(llm.manager, kind)
+    hits = {"partial": [0, 12, 29], "max": [0, 0, 0], "pow2": [0, 0, 0], "oracle": [0, 0, 0]}
+    assert cached == hits.get(name, [0, 8, 24])
+
+
+def test_orca_rules_reserve_what_they_promise(make_llm):
+    sizes = {}
+    for rule in ("max", "pow2", "oracle"):
+        llm = make_llm(reservation=rule)
+        llm.engine.add(list(range(10)), SamplingParams(max_tokens=20, ignore_eos=True))
+        llm.engine.step()
+        sizes[rule] = len(llm.manager.table(0)) * 8
+    assert sizes == {"max": 128, "pow2": 64, "oracle": 32}  # 128; 10 + 32 -> 6 blocks -> 8; 10 + 20 -> 4

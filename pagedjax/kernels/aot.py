@@ -1,36 +1,69 @@
-"""Compile kernels and whole steps for TPUs that are not in this machine.
+"""Compile kernels and whole steps for TPUs and GPUs that are not in this machine.
 
-libtpu (the extra `tpu`) carries the real compilers. A program compiled so has met the chip's limits (VMEM,
-SMEM, layouts), and its memory analysis shows whether the pool is updated in place. What it cannot show is
-time.
+libtpu (extra `tpu`) and the CUDA plugin (extra `cuda`) carry the real compilers. A program compiled so has met
+the device's limits (HBM, VMEM or shared memory, layouts), and its memory analysis shows whether the pool is
+updated in place. What it cannot show is time.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
+from pagedjax.kernels import pallas_mosaic
 from pagedjax.kernels.api import paged_attention
 from pagedjax.kernels.blocks import write_kv
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch
 from pagedjax.kernels.plan import plan_ragged
 
-# Topology names of one host each, and HBM bytes of one core's device.
-TPU_TARGETS: dict[str, str] = {
-    "v4": "v4:2x2x1",
-    "v5p": "v5p:2x2x1",
-    "v5e": "v5e:2x2",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
+
+@dataclass(frozen=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+        name: As on the command line.
+        platform: "tpu" or "cuda".
+        topology: Name of a topology of one host.
+        kernel: The implementation of `paged_attention` made for it.
+        module: The Python module whose compiler is used.
+        extra: The extra that installs it.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    kernel: str
+    module: str
+    extra: str
+
+
+def _tpu(name: str, topology: str) -> Target:
+    return Target(name, "tpu", f"{name}:{topology}", "pallas_tpu", "libtpu", "tpu")
+
+
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        _tpu("v4", "2x2x1"),
+        _tpu("v5p", "2x2x1"),
+        _tpu("v5e", "2x2"),
+        _tpu("v6e", "2x2"),
+        _tpu("tpu7x", "2x2x1"),
+        Target("h100", "cuda", "1x1x1", "pallas_mosaic", "jax_cuda13_plugin", "cuda"),
+    )
 }
+TPU_TARGETS = tuple(name for name, target in TARGETS.items() if target.platform == "tpu")
 # What libtpu asks of the machine that runs it; set before its first use. Several processes may load it.
 LIBTPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -39,6 +72,42 @@ LIBTPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# The plugin has no device to ask: what CUDA reports of an H100 SXM.
+H100_KIND = "NVIDIA H100 80GB HBM3"
+H100: Mapping[str, int | float] = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 << 10,
+    "shared_memory_per_core": 228 << 10,
+    "shared_memory_per_block_optin": 227 << 10,
+    "threads_per_core_limit": 2048,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "memory_bandwidth": 3_352_320_000_000,
+    "l2_cache_size": 50 << 20,
+    "clock_rate_ghz": 1.98,
+    "device_memory_size": 84_978_434_048,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device holds.
+
+    Attributes:
+        hbm_bytes: Device memory.
+        hbm_bytes_per_s: Its bandwidth.
+        on_chip_bytes: VMEM of a TPU core; shared memory that one program of a GPU may take.
+    """
+
+    hbm_bytes: int
+    hbm_bytes_per_s: int
+    on_chip_bytes: int
 
 
 @dataclass(frozen=True)
@@ -46,27 +115,47 @@ class Compiled:
     """One program compiled for a target.
 
     Attributes:
-        target: Key of TPU_TARGETS.
+        target: Key of TARGETS.
         name: What was compiled.
         compile_s: Seconds of lowering and compiling.
-        argument_bytes: Of all arguments.
+        argument_bytes: Of all arguments, padded as the device lays them out.
+        output_bytes: Of all results, those that are aliases included.
         temp_bytes: Scratch in HBM beside them.
         alias_bytes: Arguments updated in place.
+        code_bytes: Of the program.
         pool_bytes: Of the KV pool among the arguments.
+        kernel_bytes: On-chip memory that the largest of the program's kernels takes; 0 where it is not known.
+        limits: Of the device.
+        hlo: The compiled program's text.
     """
 
     target: str
     name: str
     compile_s: float
     argument_bytes: int
+    output_bytes: int
     temp_bytes: int
     alias_bytes: int
+    code_bytes: int
     pool_bytes: int
+    kernel_bytes: int
+    limits: Limits
+    hlo: str = field(repr=False, compare=False, default="")
 
     @property
     def in_place(self) -> bool:
         """The pool is an alias of the result and nothing of its size stands beside it."""
         return self.alias_bytes >= self.pool_bytes and self.temp_bytes < self.pool_bytes / 100
+
+    @property
+    def hbm_bytes(self) -> int:
+        """HBM that a call needs; what is updated in place counts once."""
+        rest = self.temp_bytes + self.code_bytes
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + rest
+
+    @property
+    def fits(self) -> bool:
+        return self.hbm_bytes <= self.limits.hbm_bytes
 
 
 def compile(
@@ -77,63 +166,176 @@ def compile(
     *,
     donate: tuple[int, ...] = (),
     pool_bytes: int = 0,
+    row_major: tuple[int, ...] = (),
 ) -> Compiled:
-    """Compile fn for a TPU that is not there.
+    """Compile fn for a device that is not there.
 
     Args:
         name: For the report.
-        target: Key of TPU_TARGETS.
+        target: Key of TARGETS.
         fn: To be jitted.
         args: Tuple of pytrees whose leaves have shape and dtype; no data is read.
         donate: Argument numbers whose buffers the program may reuse.
         pool_bytes: Size of the KV pool among the arguments, for `Compiled.in_place`.
+        row_major: Argument numbers whose arrays lie row by row. By default XLA:TPU expects an array in the
+            order that pads least, and a [V, D] embedding of 576 columns is then copied at every call.
 
     Raises:
         ValueError: Unknown target.
-        NotImplementedError: libtpu is not installed, or the target's compiler refuses the program: the
-            message carries its reason.
+        NotImplementedError: The target's compiler is not installed, or refuses the program: the message
+            carries its reason.
     """
-    device = _device(target)
+    device, chip = _device(target)
     sharding = jax.sharding.SingleDeviceSharding(device)
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    # An axis-less mesh: with a one-device mesh, shardings reach the avals that kernels reshape.
-    chip = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=getattr(device, "num_cores", 1), platform="tpu"
-    )
+
+    def spec(x: Any, rows: bool) -> jax.ShapeDtypeStruct:
+        place = Format(Layout(tuple(range(len(x.shape)))), sharding) if rows else sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    specs = [jax.tree.map(lambda x, i=i: spec(x, i in row_major), arg) for i, arg in enumerate(args)]
     started = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
-        lowered = jax.jit(fn, donate_argnums=donate).trace(*specs).lower()
     try:
-        memory = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
+        with _tracing_for(chip):
+            traced = jax.jit(fn, donate_argnums=donate).trace(*specs)
+            compiled = traced.lower(lowering_platforms=(TARGETS[target].platform,)).compile()
+            limits = device_limits(target)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Mosaic GPU reports too much shared memory as a ValueError; any other is a mistake of the caller.
+        if isinstance(error, ValueError) and "shared memory" not in str(error):
+            raise
         raise NotImplementedError(f"{name} on {target}: {str(error).splitlines()[0]}") from error
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return Compiled(
         target,
         name,
         time.perf_counter() - started,
         memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
+        memory.generated_code_size_in_bytes,
         pool_bytes,
+        _kernel_bytes(hlo),
+        limits,
+        hlo,
     )
 
 
-def _device(target: str) -> Any:
-    if target not in TPU_TARGETS:
-        raise ValueError(f"target={target!r}: must be one of {', '.join(TPU_TARGETS)}")
-    if importlib.util.find_spec("libtpu") is None:
-        raise NotImplementedError(f"target={target}: needs libtpu; install the extra 'tpu'")
-    for key, value in LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+def installed(target: str) -> bool:
+    """Whether this environment has the compiler of a target."""
+    return importlib.util.find_spec(TARGETS[target].module) is not None
+
+
+def device_limits(target: str) -> Limits:
+    """Capacities of a target's device, as its own libraries state them."""
+    _, chip = _device(target)
+    if TARGETS[target].platform == "cuda":
+        sizes = ("device_memory_size", "memory_bandwidth", "shared_memory_per_block_optin")
+        return Limits(*(int(H100[name]) for name in sizes))
+    from jax.experimental.pallas import tpu as pltpu
+
+    with _tracing_for(chip):
+        info = pltpu.get_tpu_info()
+    return Limits(info.hbm_capacity_bytes, info.mem_bw_bytes_per_second, info.vmem_capacity_bytes)
+
+
+def _device(target: str) -> tuple[Any, Any]:
+    """(device of a topology, what a trace is told of it)."""
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r}: must be one of {', '.join(TARGETS)}")
+    chip = TARGETS[target]
+    if not installed(target):
+        raise NotImplementedError(f"target={target}: needs {chip.module}; install the extra {chip.extra!r}")
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name=TPU_TARGETS[target]).devices[0]
+    if chip.platform == "cuda":
+        info = " ".join(f"{key}: {value}" for key, value in H100.items())
+        config = (
+            f"gpu_device_info {{ {info} cuda_compute_capability {{ major: 9 minor: 0 }} }} "
+            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
+            f'runtime_version {{ major: 13 minor: 0 }} device_description_str: "{H100_KIND}"'
+        )
+        options = {"target_config": config, "topology": chip.topology}
+        device: Any = topologies.get_topology_desc(H100_KIND, "cuda", **options).devices[0]
+        kind, cores, platform = H100_KIND, int(H100["core_count"]), "gpu"
+    else:
+        for key, value in LIBTPU_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+        kind, cores, platform = device.device_kind, getattr(device, "num_cores", 1), "tpu"
+    return device, jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+
+
+def _tracing_for(chip: Any) -> Any:
+    """An axis-less mesh: with a one-device mesh, shardings reach the avals that kernels reshape."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip))
+
+
+def _kernel_bytes(hlo: str) -> int:
+    """VMEM of the largest Pallas kernel, as XLA:TPU notes it beside the call."""
+    sizes = [0]
+    for line in hlo.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            used = line.rpartition("used_scoped_memory_configs")[2].partition("]")[0]
+            sizes += [int(size) for size in re.findall(r'"size":"(\d+)"', used)]
+    return max(sizes)
+
+
+# ---- what to compile -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One shape of an attention layer: N query heads, K KV heads, head dim H, block size B, dtype."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}q/{self.num_kv_heads}kv/{self.head_dim}"
+        return f"{heads} {self.dtype}, blocks of {self.block_size}"
+
+    def layout(self, pool_bytes: int = 1 << 30) -> KVLayout:
+        """A pool of one layer of about this size: well over VMEM, into which small ones move and hide copies."""
+        row = KVLayout(1, 1, self.block_size, self.num_kv_heads, self.head_dim, self.dtype).num_bytes
+        blocks = max(1, pool_bytes // row)
+        return KVLayout(1, blocks, self.block_size, self.num_kv_heads, self.head_dim, self.dtype)
+
+
+# SmolLM2-135M, Llama-3-8B, SmolLM2-360M, many queries a head, MQA at 256, MHA, a head that fits no lane.
+_HEADS = ((9, 3, 64), (32, 8, 128), (15, 5, 64), (16, 2, 64), (8, 1, 256), (12, 12, 64), (32, 8, 80))
+
+
+def geometries(target: str) -> list[Geometry]:
+    """The table a target is proved on: 84 shapes for v5e, 28 for other TPUs, 56 for GPUs."""
+    blocks: Sequence[int] = (16, 64)
+    dtypes = ("bfloat16", "float32")
+    if target == "v5e":
+        blocks = (8, 16, 32, 64, 128, 256)
+    if TARGETS[target].platform == "cuda":
+        blocks, dtypes = (8, 16, 64, 128), ("bfloat16", "float16")
+    return [Geometry(*heads, size, dtype) for dtype in dtypes for heads in _HEADS for size in blocks]
+
+
+def compile_attention(target: str, geometry: Geometry, **params: Any) -> Compiled:
+    """Compile one layer's write and attention with the kernel made for the target; see `attention_step`."""
+    layout = geometry.layout()
+    kernel = TARGETS[target].kernel if target in TARGETS else ""
+    fn, args = attention_step(layout, geometry.num_heads, implementation=kernel, **params)
+    compiled = compile(str(geometry), target, fn, args, donate=(0,), pool_bytes=layout.num_bytes)
+    if TARGETS[target].platform == "cuda":
+        return replace(compiled, kernel_bytes=pallas_mosaic.shared_memory_bytes(layout))
+    return compiled
 
 
 def attention_step(
     layout: KVLayout,
     num_heads: int,
     *,
+    implementation: str,
     num_decodes: int = 8,
     prefill_tokens: int = 0,
     context_tokens: int = 4096,
@@ -142,6 +344,7 @@ def attention_step(
     """A step of one layer, keys written and attended, with its arguments' shapes: for `compile`.
 
     Args:
+        implementation: Of `paged_attention`.
         num_decodes: Rows of one token.
         prefill_tokens: Tokens of one further row; 0 leaves it out.
         context_tokens: Longest context, which sets the table's width.
@@ -160,7 +363,7 @@ def attention_step(
 
     def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array, ragged: RaggedBatch) -> Any:
         pool = write_kv(pool, 0, k, v, ragged.slot_mapping)
-        out = paged_attention(q, pool, 0, ragged, scale=H**-0.5, implementation="pallas_tpu", **params)
+        out = paged_attention(q, pool, 0, ragged, scale=H**-0.5, implementation=implementation, **params)
         return pool, out
 
     return step, (pool, q, k, k, ragged)

@@ -8,11 +8,12 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from pagedjax.kernels import pallas_tpu, xla
-from pagedjax.kernels.layout import KVPool, RaggedBatch
+from pagedjax.kernels import pallas_mosaic, pallas_tpu, xla
+from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas_tpu": pallas_tpu.attend,
+    "pallas_mosaic": pallas_mosaic.attend,
     "xla": xla.attend,
 }
 
@@ -110,7 +111,8 @@ def paged_attention(
 
 def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if implementation is None:
-        return ("pallas_tpu", "xla") if pallas_tpu.platform() == "tpu" else ("xla",)
+        own = {"tpu": ("pallas_tpu",), "hopper": ("pallas_mosaic",)}.get(device_class(), ())
+        return (*own, "xla")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
         if name not in IMPLEMENTATIONS:

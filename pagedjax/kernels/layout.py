@@ -206,6 +206,14 @@ class RaggedBatch:
         return by_window[window] if window in by_window else by_window[None]
 
 
+def device_class() -> str:
+    """What is being traced for: "tpu", "hopper", "gpu" or "cpu"; an abstract mesh's device, else the first one."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return str(device.platform)
+    return "hopper" if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")) else "gpu"
+
+
 def read_rows(layout: KVLayout, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
     """Pool rows of a layer's blocks; an id outside [0, P) reads the layer's null block."""
     inside = (block_ids >= 0) & (block_ids < layout.num_blocks)

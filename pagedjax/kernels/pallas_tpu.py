@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.kernels import xla
-from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, read_rows
+from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows
 from pagedjax.kernels.xla import NEG
 
 _SUBLANES = 8
@@ -97,16 +97,10 @@ def attend(
     return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def platform() -> str:
-    """The platform being traced for: that of an abstract mesh's device, else of the default backend."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return device.platform if device is not None else jax.default_backend()
-
-
 def _check(pool: KVPool, ragged: RaggedBatch, interpret: Any) -> None:
     layout = pool.layout
-    if not interpret and platform() != "tpu":
-        raise NotImplementedError(f"platform={platform()}: must be a TPU; use 'xla' here")
+    if not interpret and device_class() != "tpu":
+        raise NotImplementedError(f"platform={device_class()}: must be a TPU; use 'xla' here")
     if layout.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"dtype={layout.dtype}: must be float32 or bfloat16 on TPU")
     if not _SUBLANES <= layout.block_size <= ragged.chunk_tokens:

@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged
 
 TOLERANCE = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "float16": (5e-4, 5e-4)}
+# Interprets Mosaic GPU kernels on the CPU; None in jax before 0.12.
+GPU_INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
 GARBAGE = np.array([10**6, -7, 2**30, -1], np.int32)
 
 
@@ -145,10 +148,13 @@ def build():
 @pytest.fixture(scope="session")
 def check(oracle):
     """Runs a step and compares output and log-sum-exp with the oracle; returns (o, lse)."""
-    from pagedjax.kernels import IMPLEMENTATIONS, paged_attention, pallas_tpu
+    from pagedjax.kernels import IMPLEMENTATIONS, paged_attention, pallas_mosaic, pallas_tpu
 
-    # Where no TPU is, its kernel runs in Pallas' interpreter.
-    interpreted = functools.partial(pallas_tpu.attend, interpret=True)
+    # Where no such device is, its kernel runs in Pallas' interpreter.
+    interpreted = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True)}
+    if GPU_INTERPRETER is not None:
+        params = GPU_INTERPRETER()
+        interpreted["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, interpret=params)
 
     def run(
         step: Step, implementation: str | None = "xla", quick: bool = False
@@ -174,7 +180,7 @@ def check(oracle):
             )
 
         sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
-        with mock.patch.dict(IMPLEMENTATIONS, pallas_tpu=interpreted):
+        with mock.patch.dict(IMPLEMENTATIONS, interpreted):
             out, lse = device(jnp.asarray(step.q.astype(jnp.dtype(dtype))), step.pool, step.ragged, sinks)
         got, got_lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
         want, want_lse = step.expected(oracle)

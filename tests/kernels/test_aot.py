@@ -1,57 +1,77 @@
-"""Compilation for TPUs that are not there; skips by name where libtpu is not installed."""
-
-import importlib.util
+"""Compilation for devices that are not there; skips by name where a compiler is not installed (`make aot`)."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import KVLayout, aot
+from pagedjax.kernels import aot
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu (extra tpu) is not installed: no device-free compile",
+
+def needs(target):
+    reason = f"no device-free compile: extra {aot.TARGETS[target].extra} is not installed"
+    return pytest.mark.skipif(not aot.installed(target), reason=reason)
+
+
+def targets(names=tuple(aot.TARGETS)):
+    return [pytest.param(name, marks=needs(name)) for name in names]
+
+
+SMOLLM = (9, 3, 64)
+LLAMA = (32, 8, 128)
+
+
+@pytest.mark.parametrize(
+    "target, heads",
+    [pytest.param(name, heads, marks=needs(name)) for name in aot.TARGETS for heads in (SMOLLM, LLAMA)],
 )
-GEOMETRIES = [(9, 3, 64), (32, 8, 128), (15, 5, 64), (16, 2, 64), (8, 1, 256), (12, 12, 64), (32, 8, 80)]
-
-
-def compile_step(target, heads, block_size, dtype="bfloat16", **params):
-    N, K, H = heads
-    row = KVLayout(1, 1, block_size, K, H, dtype).num_bytes
-    # Well over VMEM: small pools move into it and hide copies.
-    layout = KVLayout(1, (256 << 20) // row, block_size, K, H, dtype)
-    fn, args = aot.attention_step(layout, N, **params)
-    return aot.compile(f"{heads}", target, fn, args, donate=(0,), pool_bytes=layout.num_bytes)
-
-
-@needs_libtpu
-@pytest.mark.parametrize("target", aot.TPU_TARGETS)
-@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)], ids=str)
 def test_decode_compiles_in_place(target, heads):
-    report = compile_step(target, heads, 16)
+    dtype = "bfloat16"
+    report = aot.compile_attention(target, aot.Geometry(*heads, 16, dtype))
+    assert report.in_place, report
+    assert report.fits
+    assert 0 < report.kernel_bytes < report.limits.on_chip_bytes
+
+
+@needs("v5e")
+def test_mixed_step_with_window_and_cap_compiles_for_a_tpu():
+    geometry = aot.Geometry(*SMOLLM, 16, "bfloat16")
+    report = aot.compile_attention("v5e", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
     assert report.in_place, report
 
 
-@needs_libtpu
-def test_mixed_step_with_window_and_cap_compiles():
-    report = compile_step("v5e", (9, 3, 64), 16, prefill_tokens=64, window=100, soft_cap=30.0)
+@needs("h100")
+def test_mixed_step_of_wide_heads_compiles_for_hopper():
+    geometry = aot.Geometry(8, 1, 256, 16, "bfloat16")
+    report = aot.compile_attention("h100", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
     assert report.in_place, report
+    # Blocks come by TMA, products go through the tensor cores of Hopper.
+    assert "cp.async.bulk.tensor" in report.hlo
+    assert "wgmma.mma_async" in report.hlo
 
 
-@needs_libtpu
 @pytest.mark.full
-@pytest.mark.parametrize("target", aot.TPU_TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("heads", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("heads", aot._HEADS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_geometries(target, dtype, heads):
-    for block_size in (8, 16, 32, 64, 128, 256) if target == "v5e" else (16, 64):
-        report = compile_step(target, heads, block_size, dtype)
-        assert report.alias_bytes >= report.pool_bytes
+    mine = [g for g in aot.geometries(target) if (g.num_heads, g.num_kv_heads, g.head_dim) == heads]
+    mine = [g for g in mine if g.dtype == dtype]
+    for geometry in mine:
+        report = aot.compile_attention(target, geometry)
+        assert report.in_place, report
+        assert report.kernel_bytes < report.limits.on_chip_bytes
 
 
-@needs_libtpu
+def test_the_tables_are_as_large_as_they_should_be():
+    counts = {target: len(set(aot.geometries(target))) for target in aot.TARGETS}
+    assert counts == {"v5e": 84, "v6e": 28, "v4": 28, "v5p": 28, "tpu7x": 28, "h100": 56}
+    assert any(geometry.head_dim == 256 for geometry in aot.geometries("h100"))
+
+
+@needs("v5e")
 def test_a_kernel_that_needs_too_much_vmem_is_refused():
     def kernel(x_ref, o_ref, scratch):
         scratch[:8] = x_ref[...]
@@ -66,12 +86,55 @@ def test_a_kernel_that_needs_too_much_vmem_is_refused():
         aot.compile("too much", "v5e", call, (jax.ShapeDtypeStruct((8, 128), jnp.float32),))
 
 
+@needs("h100")
+def test_a_kernel_that_needs_too_much_shared_memory_is_refused():
+    def kernel(x_ref, o_ref, scratch):
+        scratch[...] = jnp.zeros_like(scratch)
+        o_ref[...] = x_ref[...]
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((228 << 8,), jnp.float32)],  # 228 KiB
+    )
+    with pytest.raises(NotImplementedError, match=r"too much on h100: .*shared memory"):
+        aot.compile("too much", "h100", call, (jax.ShapeDtypeStruct((128,), jnp.float32),))
+
+
+@needs("v5e")
+def test_a_program_that_needs_too_much_hbm_is_refused():
+    half = jax.ShapeDtypeStruct((9 << 28,), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"large on v5e: .*HBM"):
+        aot.compile("large", "v5e", lambda x, y: x + y, (half, half))
+
+
+@needs("v5e")
+def test_a_copied_pool_is_seen():
+    """The proof must be able to fail: a layer's slice of the pool handed to a kernel is copied."""
+    pool = jax.ShapeDtypeStruct((4, 1 << 15, 16, 512), jnp.bfloat16)
+
+    def step(pool):
+        return pool, pl.pallas_call(
+            lambda x_ref, o_ref, out, sem: pltpu.sync_copy(x_ref.at[0], o_ref),
+            out_shape=jax.ShapeDtypeStruct((16, 512), jnp.bfloat16),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.VMEM((16, 512), jnp.bfloat16), pltpu.SemaphoreType.DMA],
+        )(pool[1])
+
+    report = aot.compile("slice", "v5e", step, (pool,), donate=(0,), pool_bytes=pool.size * 2)
+    assert not report.in_place
+    assert report.temp_bytes > report.pool_bytes / 5
+
+
 def test_unknown_targets_are_refused():
-    with pytest.raises(ValueError, match="target='v7x': must be one of v4, v5p, v5e, v6e, tpu7x"):
+    with pytest.raises(ValueError, match="target='v7x': must be one of v4, v5p, v5e, v6e, tpu7x, h100"):
         aot.compile("x", "v7x", lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_libtpu_the_extra_is_named():
-    with pytest.raises(NotImplementedError, match="install the extra 'tpu'"):
-        aot.compile("x", "v5e", lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_without_its_compiler_the_extra_is_named(target):
+    if aot.installed(target):
+        pytest.skip(f"the compiler for {target} is installed")
+    with pytest.raises(NotImplementedError, match=f"install the extra '{aot.TARGETS[target].extra}'"):
+        aot.compile("x", target, lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))

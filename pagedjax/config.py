@@ -77,6 +77,8 @@ class CacheConfig:
             copies. Worth it where prompts diverge in the middle of long blocks.
         host_blocks: Blocks per KV group in host memory: what is evicted moves there and comes back on a hit,
             and preempted sequences are swapped there. 0: neither.
+        window_groups: Layers with a sliding window keep their blocks in pools of their own, where what lies
+            behind the window is free again. Off: all layers share one pool that keeps everything.
         reservation: "" allocates blocks on demand. "max", "pow2" and "oracle" are Orca's contiguous
             reservations, the baselines of the PagedAttention paper: nothing is shared, the settings above
             have no effect.
@@ -94,6 +96,7 @@ class CacheConfig:
     dedup: bool | None = None
     partial: int = 0
     host_blocks: int = 0
+    window_groups: bool = True
     reservation: str = ""
 
     def __post_init__(self) -> None:

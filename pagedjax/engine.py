@@ -40,6 +40,7 @@ class StepResult:
         elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
         pack_s: Of these, seconds spent building arrays on the host.
         dispatch_s: Of these, seconds until the device call returned to the host.
+        copy_s: Of these, seconds spent on the plan's block copies.
     """
 
     tokens: list[int]
@@ -47,6 +48,7 @@ class StepResult:
     elapsed_s: float
     pack_s: float = 0.0
     dispatch_s: float = 0.0
+    copy_s: float = 0.0
 
 
 class Runner(Protocol):
@@ -115,9 +117,9 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        for name in ("num_blocks", "block_size"):
-            ours, theirs = getattr(manager, name), getattr(runner, name)
-            if ours != theirs:
+        for name in ("num_blocks", "block_size", "pool_blocks"):
+            ours, theirs = getattr(manager, name, None), getattr(runner, name, None)
+            if ours != theirs and None not in (ours, theirs):
                 raise ValueError(
                     f"{name}: the manager counts {ours}, the runner's pool has {theirs}; build both from one config"
                 )
@@ -211,7 +213,7 @@ class Engine:
         plan = self.scheduler.schedule(self.scheduler.step + 1)
         scheduled = clock()
         touched: dict[str, Request] = {}
-        if plan.rows:
+        if plan.rows or plan.copies:
             result = self.runner.execute(plan)
             executed = clock()
             for seq in self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagedjax.cache import ExtraKeys
+from pagedjax.cache import ExtraKeys, KVGroup
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
-from pagedjax.managers import make_manager
+from pagedjax.managers import make_manager, size_groups
+from pagedjax.model_config import LayerGroup, ModelConfig
 from pagedjax.progress import bar
 from pagedjax.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from pagedjax.kernels import KVLayout
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 Prompt = str | Sequence[int]
@@ -57,7 +61,6 @@ class LLM:
             changes["model.model"] = model
         config = (config or Config()).replace(changes)
         # Heavy imports wait until a model is really wanted.
-        from pagedjax.kernels import KVLayout
         from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
 
@@ -75,26 +78,23 @@ class LLM:
                 f"model.max_model_len={length}: must not exceed the model's own {loaded.config.max_model_len}; "
                 "lower it"
             )
-        one_block = KVLayout(
-            loaded.config.num_layers,
-            1,
-            config.cache.block_size,
-            loaded.config.num_kv_heads,
-            loaded.config.head_dim,
-            config.cache.dtype or config.model.dtype,
-        )
-        num_blocks = config.cache.num_blocks or max(2, config.cache.memory_bytes // one_block.num_bytes)
-        layout = dataclasses.replace(one_block, num_blocks=num_blocks)
-        _check_memory(layout.num_bytes, num_blocks)
         self.config = config
         self.max_model_len = length
-        self.manager = make_manager(config.cache, num_blocks=num_blocks, max_model_len=length)
+        groups, layouts = _plan_pools(loaded.config, config, length)
+        _check_memory(sum(layout.num_bytes for layout in layouts), layouts[0].num_blocks)
+        self.manager = make_manager(
+            config.cache,
+            num_blocks=layouts[0].num_blocks,
+            max_model_len=length,
+            groups=groups,
+        )
         self.runner = JaxRunner(
             loaded.config,
             loaded.params,
-            layout,
+            layouts,
             config.scheduler,
             max_model_len=length,
+            host_blocks=config.cache.host_blocks,
             implementation=config.runtime.implementation or None,
             on_compile=on_compile,
         )
@@ -237,6 +237,41 @@ def _keep_compiled_programs(setting: str, cache_dir: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _plan_pools(
+    model: ModelConfig, config: Config, max_model_len: int
+) -> tuple[list[KVGroup], list[KVLayout]]:
+    """KV groups and the shapes of their pools: one per attention window, or one for all layers."""
+    from pagedjax.kernels import KVLayout
+
+    groups = model.layer_groups
+    if not config.cache.window_groups:
+        groups = (LayerGroup(None, tuple(range(model.num_layers))),)
+    one_block = [
+        KVLayout(
+            len(group.layers),
+            1,
+            config.cache.block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            config.cache.dtype or config.model.dtype,
+        )
+        for group in groups
+    ]
+    step_tokens = config.scheduler.chunk_tokens or config.scheduler.token_budget
+    kv_groups = size_groups(
+        config.cache,
+        [group.window for group in groups],
+        [layout.num_bytes for layout in one_block],
+        max_model_len=max_model_len,
+        step_tokens=step_tokens if config.scheduler.chunked_prefill else max_model_len,
+    )
+    layouts = [
+        dataclasses.replace(layout, num_blocks=group.num_blocks)
+        for layout, group in zip(one_block, kv_groups, strict=True)
+    ]
+    return kv_groups, layouts
 
 
 def _check_memory(pool_bytes: int, num_blocks: int) -> None:

@@ -4,8 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedjax.cache import EventLog, KVGroup, PagedManager, ReservationManager
+from pagedjax.cache import EventLog, KVGroup, PagedManager, ReservationManager, split_blocks
+from pagedjax.cache.groups import most_blocks
 from pagedjax.config import CacheConfig
+
+
+def size_groups(
+    config: CacheConfig,
+    windows: Sequence[int | None],
+    block_bytes: Sequence[int],
+    *,
+    max_model_len: int,
+    step_tokens: int,
+) -> list[KVGroup]:
+    """How many blocks each KV group gets.
+
+    The groups' numbers stand as the most blocks that a sequence of `max_model_len` holds in each, so that
+    they run out together; a windowed group has at least one sequence's.
+
+    Args:
+        config: `num_blocks`, where given, is the first group's; else `memory_bytes` is split.
+        windows: Attention window of each group's layers; None: all keys.
+        block_bytes: Bytes of one block in each group's pool.
+        max_model_len: Longest sequence in tokens.
+        step_tokens: Most tokens of one sequence in a step.
+
+    Raises:
+        ValueError: The memory is too small for the groups.
+    """
+    weights = [most_blocks(window, config.block_size, max_model_len, step_tokens) for window in windows]
+    if config.num_blocks is not None:
+        usable = config.num_blocks - 1
+        counts = [1 + -(-usable * weight // weights[0]) for weight in weights]
+    elif len(windows) == 1:
+        counts = [max(2, config.memory_bytes // block_bytes[0])]
+    else:
+        counts = split_blocks(config.memory_bytes, block_bytes, weights)
+    least = [2 if window is None else weight + 1 for window, weight in zip(windows, weights)]
+    if config.num_blocks is not None:
+        least[0] = 2  # a number that was asked for stays
+    return [
+        KVGroup(num_blocks=max(count, floor), window=window)
+        for count, floor, window in zip(counts, least, windows)
+    ]
 
 
 def make_manager(

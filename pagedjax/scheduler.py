@@ -104,7 +104,7 @@ class Scheduler:
         self.step = 0
         self.num_preemptions = 0
         self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
-        self._chunk_tokens = config.chunk_tokens or config.token_budget
+        self.chunk_tokens = config.chunk_tokens or config.token_budget  # most of one sequence in a step
 
     @staticmethod
     def _check_limits(config: SchedulerConfig, max_model_len: int) -> None:
@@ -139,11 +139,12 @@ class Scheduler:
                 f"prompt of {num_prompt_tokens} tokens: must be shorter than max_model_len={self.max_model_len}, "
                 "to leave room for one new token; shorten it or raise model.max_model_len"
             )
-        needed = self.manager.num_blocks_for(num_prompt_tokens)
-        if needed > self.manager.num_usable:
+        step_tokens = self.chunk_tokens if self.config.chunked_prefill else num_prompt_tokens
+        needed, usable = self.manager.demand(num_prompt_tokens, step_tokens)
+        if needed > usable:
             raise ValueError(
                 f"prompt of {num_prompt_tokens} tokens: needs {needed} blocks, the pool has "
-                f"{self.manager.num_usable} usable; shorten it or raise cache.num_blocks"
+                f"{usable} usable; shorten it or raise cache.num_blocks"
             )
         if n > self.config.max_num_seqs:
             raise ValueError(
@@ -206,7 +207,7 @@ class Scheduler:
             if seq.finished:
                 continue
             pending = self._pending(seq)
-            want = pending if pending == 1 else min(pending, budget, self._chunk_tokens)
+            want = pending if pending == 1 else min(pending, budget, self.chunk_tokens)
             if want < 1:
                 continue
             if not self._make_room(seq, want):
@@ -227,7 +228,7 @@ class Scheduler:
             leader = live[0]
             hit = self._look_up(request, leader)
             pending = self._pending(leader)
-            want = min(pending, budget, self._chunk_tokens)
+            want = min(pending, budget, self.chunk_tokens)
             # What a preempted request has to recompute may exceed the budget, whatever its prompt did.
             if want < pending and not (self.config.chunked_prefill or request.num_preemptions):
                 self._take_back(leader)

@@ -143,10 +143,10 @@ def _check(llm: LLM, batches: Sequence[int], context: int, tokens: int) -> None:
     for batch in batches:
         if not 1 <= batch <= most:
             raise ValueError(f"--batch {batch}: must be in [1, max_num_seqs={most}]; raise it with --set")
-        needed = batch * llm.manager.num_blocks_for(context + tokens + 2)
-        if needed > llm.manager.num_usable:
+        each, usable = llm.manager.demand(context + tokens + 2, llm.engine.scheduler.chunk_tokens)
+        if batch * each > usable:
             raise ValueError(
-                f"--batch {batch}: needs {needed} blocks, the pool has {llm.manager.num_usable} usable; "
+                f"--batch {batch}: needs {batch * each} blocks, the pool has {usable} usable; "
                 "lower --context or raise cache.memory_bytes"
             )
     if context + tokens + 2 > llm.max_model_len:

@@ -28,6 +28,26 @@ class KVGroup:
             raise ValueError(f"window={self.window}: must be at least 1, or None for full attention")
 
 
+def most_blocks(window: int | None, block_size: int, num_tokens: int, step_tokens: int) -> int:
+    """Most blocks that a sequence of so many tokens holds at once.
+
+    Args:
+        window: Keys a query sees, its own included; None: all.
+        block_size: Tokens per block.
+        num_tokens: Its length.
+        step_tokens: Most of its tokens computed in one step: their blocks are held beside the window's.
+
+    Example:
+        >>> most_blocks(None, 4, 100, 8), most_blocks(8, 4, 100, 8)
+        (25, 5)
+    """
+    full = -(-num_tokens // block_size)
+    if window is None:
+        return full
+    # window - 1 keys before the step and the step's own, wherever they begin within a block.
+    return min(full, (window - 1 + step_tokens + block_size - 2) // block_size + 1)
+
+
 def split_blocks(memory_bytes: int, block_bytes: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Blocks per group for a memory size, the null blocks included.
 
@@ -109,6 +129,10 @@ class Group:
         if self.window is None:
             return 0
         return max(num_tokens - self.window + 1, 0) // self.block_size
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks that one sequence holds at once."""
+        return most_blocks(self.window, self.block_size, num_tokens, step_tokens)
 
     def fit(self, resident: Sequence[object], num_blocks: int) -> int:
         """Most blocks, at most `num_blocks`, whose needed ones are all resident (truthy)."""

@@ -150,6 +150,18 @@ class PagedManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group's pool, the null blocks included."""
+        return tuple(pool.num_blocks for pool in self._pools)
+
+    def demand(self, num_tokens: int, step_tokens: int) -> tuple[int, int]:
+        """(blocks such a sequence needs at once, blocks usable) in the group that is shortest of them."""
+        pairs = [
+            (group.most_blocks(num_tokens, step_tokens), group.pool.num_usable) for group in self._groups
+        ]
+        return min(pairs, key=lambda pair: pair[1] - pair[0])
+
     def num_computed(self, seq: int) -> int:
         """Positions of a sequence whose KV is written."""
         return self._get(seq).computed
@@ -496,45 +508,67 @@ class PagedManager:
 
     # --------------------------------------------------------------- swap
 
-    def swap_out(self, seq: int) -> bool:
-        """Move a sequence to the host, or change nothing.
+    @property
+    def host_blocks(self) -> int:
+        """Host blocks per group."""
+        return self._host_blocks
 
-        Blocks that only this sequence holds are copied to the host; of shared ones it drops its reference
-        and keeps the digest. Slots reserved but not written yet are given up.
+    def num_lone_blocks(self, *seqs: int) -> list[int]:
+        """Blocks per group that `swap_out` of these sequences would copy to the host."""
+        return [len(blocks) for blocks in self._swap.lone([self._written(self._get(s)) for s in seqs])]
+
+    def _written(self, state: SeqState) -> list[list[int]]:
+        count = self.num_blocks_for(state.computed)
+        return [table[:count] for table in state.tables]
+
+    def swap_out(self, *seqs: int) -> bool:
+        """Move sequences to the host together, or change nothing.
+
+        Blocks that only these sequences hold are copied to the host, once each; of others they drop their
+        references and keep the digests. Slots reserved but not written yet are given up.
 
         Returns:
-            False: the host has no room, a pending copy has still to fill one of the blocks, or the
-            sequence holds none. Preempt by recomputation then.
+            False: the host has no room, a pending copy has still to fill one of the blocks, or a sequence
+            holds none. Preempt by recomputation then.
         """
-        state = self._seqs.get(seq)
-        if state is None or state.recorded:
+        states = [self._seqs.get(seq) for seq in seqs]
+        known = [state for state in states if state is not None and not state.recorded]
+        if len(known) < len(seqs):
             return False
-        count = self.num_blocks_for(state.computed)
-        if not self._swap.put(seq, [table[:count] for table in state.tables]):
+        if not self._swap.put(list(seqs), [self._written(state) for state in known]):
             return False
-        self.release(seq)
-        self._swapped[seq] = state
+        for seq, state in zip(seqs, known):
+            self.release(seq)
+            self._swapped[seq] = state
         return True
 
-    def swap_in(self, seq: int) -> bool:
-        """Bring a swapped sequence back, or change nothing; `num_computed` says how much came back.
+    def swap_in(self, *seqs: int, spare: int = 0) -> bool:
+        """Bring swapped sequences back together, or change nothing; `num_computed` says how much came back.
 
-        Blocks the device still has are shared again, others are copied from the host. Where a block it
-        shared has been evicted, what comes after it has to be recomputed.
+        Blocks the device still has are shared again, others are copied from the host. Where a block that
+        others held has been evicted, what comes after it has to be recomputed.
+
+        Args:
+            seqs: Sequences that are swapped out.
+            spare: Blocks that have to stay free in each group, for what the sequences write next.
 
         Returns:
-            False: no room on the device, or the sequence is not swapped out.
+            False: no room on the device, or a sequence is not swapped out.
         """
-        state = self._swapped.get(seq)
-        tables = None if state is None else self._swap.get(seq, state.chain, state.hints, self.now)
-        if state is None or tables is None:
+        states = [self._swapped[seq] for seq in seqs if seq in self._swapped]
+        if not states or len(states) < len(seqs):
             return False
-        del self._swapped[seq]
-        state.tables, num_known = tables
-        state.computed = min(state.computed, len(state.tables[0]) * self.block_size)
-        state.indexed = min(state.indexed, num_known)
-        self._seqs[seq] = state
-        self._filling.start(state)
+        chains = [state.chain for state in states]
+        found = self._swap.get(list(seqs), chains, states[0].hints, self.now, spare)
+        if found is None:
+            return False
+        for seq, state, (tables, num_known) in zip(seqs, states, found):
+            del self._swapped[seq]
+            state.tables = tables
+            state.computed = min(state.computed, len(tables[0]) * self.block_size)
+            state.indexed = min(state.indexed, num_known)
+            self._seqs[seq] = state
+            self._filling.start(state)
         return True
 
     def _get(self, seq: int) -> SeqState:
@@ -551,7 +585,7 @@ class PagedManager:
 
     def num_copies(self, seq: int) -> int:
         """Blocks copied on write for this sequence so far; 0 for an unknown one."""
-        state = self._seqs.get(seq)
+        state = self._seqs.get(seq) or self._swapped.get(seq)
         return state.copies if state is not None else 0
 
     def table(self, seq: int, group: int = 0) -> list[int]:

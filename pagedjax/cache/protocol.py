@@ -151,6 +151,15 @@ class KVCacheManager(Protocol):
         """Blocks that many tokens need."""
         ...
 
+    def demand(self, num_tokens: int, step_tokens: int) -> tuple[int, int]:
+        """(blocks such a sequence needs at once, blocks usable) in the group that is shortest of them.
+
+        Args:
+            num_tokens: Length of the sequence.
+            step_tokens: Most of its tokens computed in one step; what has left a window by then is free.
+        """
+        ...
+
     def peek(self, chain: TokenChain) -> int:
         """Tokens a `begin` would hit now; changes nothing."""
         ...
@@ -171,12 +180,21 @@ class KVCacheManager(Protocol):
         """Let `child` share all blocks of `parent`; copies happen on the first write."""
         ...
 
-    def swap_out(self, seq: int) -> bool:
-        """Move a sequence's blocks to the host; False: no room there, and nothing changed."""
+    @property
+    def host_blocks(self) -> int:
+        """Blocks per group on the host; 0: `swap_out` always refuses."""
         ...
 
-    def swap_in(self, seq: int) -> bool:
-        """Bring a swapped sequence back; False: no room, and nothing changed."""
+    def num_lone_blocks(self, *seqs: int) -> list[int]:
+        """Blocks per group that `swap_out` of these sequences would copy."""
+        ...
+
+    def swap_out(self, *seqs: int) -> bool:
+        """Move sequences to the host together; False: no room there, and nothing changed."""
+        ...
+
+    def swap_in(self, *seqs: int, spare: int = 0) -> bool:
+        """Bring swapped sequences back, `spare` blocks left free; False: no room, and nothing changed."""
         ...
 
     def release(self, seq: int) -> None:

@@ -195,11 +195,20 @@ class ReservationManager:
         return 1 << (self._buddy.size.bit_length() - 1)
 
     @property
+    def host_blocks(self) -> int:
+        """None: reservations are not swapped."""
+        return 0
+
+    @property
     def num_free(self) -> int:
         return self._buddy.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def demand(self, num_tokens: int, step_tokens: int) -> tuple[int, int]:
+        """(blocks that many tokens need, blocks usable)."""
+        return self.num_blocks_for(num_tokens), self.num_usable
 
     def num_computed(self, seq: int) -> int:
         return self._get(seq).computed
@@ -286,11 +295,15 @@ class ReservationManager:
         origin.users += 1
         self._seqs[child] = _Seq(chain, source.hints, asked, final, source.computed, source=origin)
 
-    def swap_out(self, seq: int) -> bool:
+    def swap_out(self, *seqs: int) -> bool:
         """Always False: reservations are preempted by recomputation."""
         return False
 
-    def swap_in(self, seq: int) -> bool:
+    def num_lone_blocks(self, *seqs: int) -> list[int]:
+        """Nothing is ever swapped."""
+        return [0]
+
+    def swap_in(self, *seqs: int, spare: int = 0) -> bool:
         return False
 
     def release(self, seq: int) -> None:

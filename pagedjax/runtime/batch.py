@@ -106,14 +106,14 @@ class StepBatch:
     Attributes:
         tokens: i32[T] token ids fed; padding is 0.
         positions: i32[T] their positions.
-        ragged: Lengths, tables, slots and work list of the rows.
+        ragged: Lengths, tables, slots and work list of the rows, one per KV group.
         sample_index: i32[Q] which of the T tokens each sample reads its logits from.
         sampling: Parameters of the Q samples.
     """
 
     tokens: Array
     positions: Array
-    ragged: RaggedBatch
+    ragged: tuple[RaggedBatch, ...]
     sample_index: Array
     sampling: SamplingBatch
 
@@ -124,7 +124,7 @@ def pack(
     *,
     block_size: int,
     table_width: int,
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Sequence[int | None]] = ((None,),),
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
@@ -133,7 +133,7 @@ def pack(
         bucket: One that `fits`.
         block_size: B.
         table_width: M, the width of an empty plan's table.
-        windows: Attention windows of the model's layers.
+        windows: Per KV group the attention windows of its layers.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -151,16 +151,19 @@ def pack(
         for seq in row.samples:
             sample_index[len(sequences)] = at - 1
             sequences.append(seq)
-    tables = plan.tables[0] if rows else np.zeros((0, table_width), np.int32)
-    ragged = plan_ragged(
-        lens,
-        starts + lens,
-        tables,
-        block_size=block_size,
-        num_tokens_bucket=bucket.num_tokens,
-        num_seqs_bucket=bucket.num_seqs,
-        decode_bucket=bucket.num_decodes,
-        windows=windows,
+    tables = plan.tables if rows else [np.zeros((0, table_width), np.int32)] * len(windows)
+    ragged = tuple(
+        plan_ragged(
+            lens,
+            starts + lens,
+            table,
+            block_size=block_size,
+            num_tokens_bucket=bucket.num_tokens,
+            num_seqs_bucket=bucket.num_seqs,
+            decode_bucket=bucket.num_decodes,
+            windows=group,
+        )
+        for table, group in zip(tables, windows, strict=True)
     )
     return StepBatch(
         tokens, positions, ragged, sample_index, SamplingBatch.pack(sequences, bucket.num_samples)

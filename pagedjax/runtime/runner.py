@@ -1,10 +1,10 @@
-"""JaxRunner: parameters, the KV pool, and one jitted step per bucket, the pool donated."""
+"""JaxRunner: parameters, the KV pools, and one jitted step per bucket, the pools donated."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,15 @@ import numpy as np
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import StepResult
-from pagedjax.kernels import KVLayout, KVPool, copy_blocks, make_pool
+from pagedjax.kernels import KVLayout, KVPool, make_pool
 from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
+from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.scheduler import StepPlan
 
 Array = Any
-_COPY_BUCKET = 8  # copies per call: a fork of n samples makes n-1, and padding is gathered too
 
 
 class JaxRunner:
@@ -30,63 +30,86 @@ class JaxRunner:
     Args:
         model: Shapes of the decoder.
         params: Its weights, a plain dict (dispatch of module trees is slow).
-        layout: Shape of the KV pool.
+        layouts: Shape of the KV pool of all layers, or one per entry of `model.layer_groups`, each with the
+            layers of its group: blocks behind a window can then be used again.
         config: Limits of one step; they fix the buckets.
         max_model_len: Longest sequence in tokens; fixes the width of block tables.
         buckets: Step shapes to compile; None is the full ladder of `config`.
+        host_blocks: Host blocks per group, where swapped and evicted ones go.
         implementation: Attention implementation; None tries the preferred order.
         on_compile: Called with a bucket before its program is compiled.
+
+    Attributes:
+        pools: The KV pool of each group, donated to each step and replaced by what it returns.
+
+    Raises:
+        ValueError: As many layouts are given as neither one nor the model's groups, or they disagree.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         params: dict[str, Any],
-        layout: KVLayout,
+        layouts: KVLayout | Sequence[KVLayout],
         config: SchedulerConfig,
         *,
         max_model_len: int,
         buckets: Buckets | None = None,
+        host_blocks: int = 0,
         implementation: str | None = None,
         on_compile: Callable[[Bucket], None] | None = None,
     ) -> None:
         self.model = model
         self.params = params
-        self.layout = layout
-        self.num_blocks = layout.num_blocks
-        self.block_size = layout.block_size
+        self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
+        windows = _windows(model, self.layouts)
+        self.pool_blocks = tuple(layout.num_blocks for layout in self.layouts)
+        self.num_blocks = self.pool_blocks[0]
+        self.block_size = self.layout.block_size
         self.buckets = buckets or Buckets(config)
-        self.pool: KVPool = make_pool(layout)
+        self.pools: tuple[KVPool, ...] = tuple(make_pool(layout) for layout in self.layouts)
+        self.copies = BlockCopies(self.layouts, host_blocks)
         self.on_compile = on_compile
-        self._table_width = -(-max_model_len // layout.block_size)
+        self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[Bucket] = set()
         graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
-        windows = tuple(dict.fromkeys(model.window(layer) for layer in range(model.num_layers)))
         self._pack = functools.partial(
             pack, block_size=self.block_size, table_width=self._table_width, windows=windows
         )
 
-        def step(params: dict[str, Any], pool: KVPool, batch: StepBatch) -> tuple[Array, Array, KVPool]:
-            hidden, pool = forward(
-                graphdef,
-                params,
-                batch.tokens,
-                batch.positions,
-                pool,
-                batch.ragged,
-                implementation=implementation,
+        def run_decoder(
+            params: dict[str, Any], batch: StepBatch, pools: tuple[KVPool, ...]
+        ) -> tuple[Array, tuple[KVPool, ...]]:
+            call: Callable[..., Any] = functools.partial(
+                forward, graphdef, params, batch.tokens, batch.positions, implementation=implementation
             )
+            if len(pools) > 1:
+                return call(pools, batch.ragged)
+            hidden, pool = call(pools[0], batch.ragged[0])  # one pool serves layers of any window
+            return hidden, (pool,)
+
+        def step(
+            params: dict[str, Any], pools: tuple[KVPool, ...], batch: StepBatch
+        ) -> tuple[Array, Array, tuple[KVPool, ...]]:
+            hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
             tokens, logprobs = sample_tokens(rows, batch.sampling)
-            return tokens, logprobs, pool
+            return tokens, logprobs, pools
 
         self.step_fn = jax.jit(step, donate_argnums=1)
-        self.copy_fn = jax.jit(copy_blocks, donate_argnums=0)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of the first group's pool."""
+        return self.layouts[0]
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan's copies, then its rows; the pool is updated in place."""
+        """Run the plan's copies, then its rows; the pools are updated in place."""
         started = time.perf_counter()
-        self._run_copies(plan.copies)
+        self.run_copies(plan.copies)
+        copied = time.perf_counter()
+        if not plan.rows:
+            return StepResult([], [], copied - started, copy_s=copied - started)
         bucket = self.buckets.smallest(plan)
         batch = self._pack(plan, bucket)
         packed = time.perf_counter()
@@ -96,20 +119,25 @@ class JaxRunner:
         token_list = np.asarray(tokens)[:count].tolist()
         logprob_list = np.asarray(logprobs)[:count].tolist()
         ended = time.perf_counter()
-        return StepResult(token_list, logprob_list, ended - started, packed - started, dispatched - packed)
+        return StepResult(
+            token_list, logprob_list, ended - started, packed - copied, dispatched - packed, copied - started
+        )
+
+    def run_copies(self, copies: CopyPlan) -> None:
+        """Run block copies alone; `execute` begins with it."""
+        self.pools = self.copies.run(self.pools, copies)
 
     def warm_up(
         self, on_done: Callable[[Bucket], None] | None = None, buckets: Iterable[Bucket] | None = None
     ) -> None:
-        """Compile buckets' programs and the copy program by running them on nothing but padding.
+        """Compile buckets' programs and those of copies by running them on nothing but padding.
 
         Args:
             on_done: Called after each bucket.
             buckets: Which; None is the whole ladder. Others compile when they are first needed.
         """
         empty = StepPlan(0, (), (), CopyPlan())
-        none = np.full(_COPY_BUCKET, -1, np.int32)
-        self.pool = self.copy_fn(self.pool, none, none)
+        self.pools = self.copies.warm_up(self.pools)
         for bucket in self.buckets.ladder if buckets is None else buckets:
             self._dispatch(bucket, self._pack(empty, bucket))
             if on_done is not None:
@@ -120,12 +148,12 @@ class JaxRunner:
 
         Args:
             bucket: Shapes of the step.
-            layout: Of a pool of another size than the runner's; nothing is allocated.
+            layout: Of a single pool of another size than the runner's; nothing is allocated.
         """
-        layout = layout or self.layout
-        pool = KVPool(jax.ShapeDtypeStruct(layout.shape, layout.dtype), layout)  # type: ignore[arg-type]
+        layouts = self.layouts if layout is None else (layout,)
+        pools = tuple(KVPool(jax.ShapeDtypeStruct(l.shape, l.dtype), l) for l in layouts)  # type: ignore[arg-type]
         empty = StepPlan(0, (), (), CopyPlan())
-        return self.step_fn.lower(self.params, pool, self._pack(empty, bucket))
+        return self.step_fn.lower(self.params, pools, self._pack(empty, bucket))
 
     @property
     def num_programs(self) -> int:
@@ -137,16 +165,25 @@ class JaxRunner:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add(bucket)
-        tokens, logprobs, self.pool = self.step_fn(self.params, self.pool, batch)
+        tokens, logprobs, self.pools = self.step_fn(self.params, self.pools, batch)
         return tokens, logprobs
 
-    def _run_copies(self, copies: CopyPlan) -> None:
-        """Copy-on-write: within a batch no block is written twice, so padded slices may run in turn."""
-        for group in copies.batches:
-            for at in range(0, len(group.src), _COPY_BUCKET):
-                src = np.full(_COPY_BUCKET, -1, np.int32)
-                dst = np.full(_COPY_BUCKET, -1, np.int32)
-                part = group.src[at : at + _COPY_BUCKET]
-                src[: len(part)] = part
-                dst[: len(part)] = group.dst[at : at + _COPY_BUCKET]
-                self.pool = self.copy_fn(self.pool, src, dst)
+
+def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:
+    """Attention windows that each pool's layers use.
+
+    Raises:
+        ValueError: The layouts are not one pool for all layers, nor one for each of the model's groups.
+    """
+    groups = model.layer_groups
+    have = [layout.num_layers for layout in layouts]
+    if len({layout.block_size for layout in layouts}) != 1:
+        raise ValueError(f"block sizes {[layout.block_size for layout in layouts]}: must be the same")
+    if have == [model.num_layers]:
+        return (tuple(group.window for group in groups),)
+    if have != [len(group.layers) for group in groups]:
+        raise ValueError(
+            f"layouts of {have} layers: must be one of all {model.num_layers}, or one per layer group "
+            f"({[len(group.layers) for group in groups]})"
+        )
+    return tuple((group.window,) for group in groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from judges import numpy_forward, read_stories
 
-from pagedjax.cache import PagedManager
+from pagedjax.cache import CopyPlan, KVGroup, PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.kernels import KVLayout, KVPool, make_pool
@@ -68,14 +68,22 @@ class TestRunner(JaxRunner):
     poison: bool
 
     def execute(self, plan: Any) -> Any:
-        (group,) = self.manager.snapshot()["groups"]
-        layout = self.layout
-        blank = set(range(layout.num_blocks)) - set(group["ref"]) - set(group["keys"])
-        if self.poison:  # the null block among them: padding entries are never read
-            rows = np.zeros(layout.shape[0], bool).reshape(layout.num_layers, layout.num_blocks)
-            rows[:, sorted(blank)] = True
-            self.pool = _poisoned(self.pool, rows.reshape(-1))
+        if self.poison:
+            # Copies first: what they read may be nobody's by now. The second time there is nothing left.
+            self.run_copies(plan.copies)
+            plan = dataclasses.replace(plan, copies=CopyPlan())
+            groups = self.manager.snapshot()["groups"]
+            self.pools = tuple(_poison(p, g) for p, g in zip(self.pools, groups, strict=True))
         return super().execute(plan)
+
+
+def _poison(pool: KVPool, group: dict[str, Any]) -> KVPool:
+    """NaN in every block that is nobody's, the null block among them: padding entries are never read."""
+    layout = pool.layout
+    blank = set(range(layout.num_blocks)) - set(group["ref"]) - set(group["keys"])
+    rows = np.zeros(layout.shape[0], bool).reshape(layout.num_layers, layout.num_blocks)
+    rows[:, sorted(blank)] = True
+    return _poisoned(pool, rows.reshape(-1))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -93,7 +101,7 @@ def _runners() -> dict[Any, TestRunner]:
 def make_engine(_runners) -> Callable[..., Engine]:
     """`make_engine((config, params), num_blocks=…, block_size=…, …)` over the real runner.
 
-    The pool starts as NaN; `shuffle=seed` hands out blank blocks in random order, `poison=True` fills free
+    The pools start as NaN; `shuffle=seed` hands out blank blocks in random order, `poison=True` fills free
     blocks with NaN before each step. `chunk_tokens` limits the engine's chunks; the compiled shapes do not
     depend on it.
     """
@@ -107,24 +115,41 @@ def make_engine(_runners) -> Callable[..., Engine]:
         token_budget: int = 64,
         chunk_tokens: int = 0,
         max_model_len: int = 128,
+        group_blocks: Sequence[int] = (),
+        host_blocks: int = 0,
         shuffle: int | None = None,
         poison: bool = False,
         full_ladder: bool = False,
         **options: Any,
     ) -> Engine:
         config, params = model
-        layout = KVLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        layers = [(config.num_layers, num_blocks)]
+        if group_blocks:  # the model's own KV groups, with so many blocks each
+            num_blocks = group_blocks[0]
+            layers = [(len(g.layers), n) for g, n in zip(config.layer_groups, group_blocks, strict=True)]
+            options["groups"] = [
+                KVGroup(n, g.window) for g, n in zip(config.layer_groups, group_blocks, strict=True)
+            ]
+        layouts = tuple(KVLayout(l, n, block_size, config.num_kv_heads, config.head_dim) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
-        key = (config, layout, buckets.ladder, max_model_len)
+        key = (config, layouts, host_blocks, buckets.ladder, max_model_len)
         if key not in _runners:
             _runners[key] = TestRunner(
-                config, params, layout, scheduler, max_model_len=max_model_len, buckets=buckets
+                config,
+                params,
+                layouts,
+                scheduler,
+                max_model_len=max_model_len,
+                buckets=buckets,
+                host_blocks=host_blocks,
             )
         runner = _runners[key]
-        runner.manager = manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
+        runner.manager = manager = PagedManager(
+            num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, **options
+        )
         runner.poison = poison
-        runner.pool = make_pool(layout, np.nan)
+        runner.pools = tuple(make_pool(layout, np.nan) for layout in runner.layouts)
         if shuffle is not None:
             _shuffle_blank_blocks(manager, shuffle)
         limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens)

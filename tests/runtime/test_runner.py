@@ -177,13 +177,14 @@ def test_B071_a_finished_neighbour_changes_nothing(tiny, make_engine, run_all, g
 
 def test_B091_every_layer_holds_the_prompt_after_prefill(tiny, make_engine):
     engine = make_engine(tiny)
-    engine.runner.pool = KVPool(engine.runner.pool.data.at[:].set(0.0), engine.runner.layout)
+    (pool,) = engine.runner.pools
+    engine.runner.pools = (KVPool(pool.data.at[:].set(0.0), pool.layout),)
     engine.add(list(range(20, 31)), greedy(9))
     engine.step()
     layout = engine.runner.layout
 
     def written():
-        data = np.asarray(engine.runner.pool.data).reshape(layout.num_layers, layout.num_blocks, 4, -1)
+        data = np.asarray(engine.runner.pools[0].data).reshape(layout.num_layers, layout.num_blocks, 4, -1)
         return (np.abs(data).sum(-1) > 0).sum(axis=(1, 2)).tolist()
 
     assert written() == [11] * layout.num_layers
@@ -217,7 +218,7 @@ def test_B089_no_program_is_compiled_after_warm_up(tiny, make_engine):
     runner = engine.runner
     runner.warm_up()
     assert runner.num_programs == len(runner.buckets.ladder) <= 12
-    copies = runner.copy_fn._cache_size()
+    copies = runner.copies.num_programs
     rng = np.random.default_rng(0)
     added, live = 0, []
     while added < 200 or engine.has_work:
@@ -234,7 +235,7 @@ def test_B089_no_program_is_compiled_after_warm_up(tiny, make_engine):
         done = {o.request_id for o in engine.step() if o.finished}
         live = [i for i in live if i not in done and i in engine._requests]
     assert runner.num_programs == len(runner.buckets.ladder)
-    assert runner.copy_fn._cache_size() == copies
+    assert runner.copies.num_programs == copies
     assert engine.manager.stats.copies > 0
 
 

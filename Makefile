@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
+AOT_SITE ?= .venv-aot
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTAG)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full lint types parity lock clean
+.PHONY: help env demo model test test-fast test-full lint types aot aot-fast parity lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -73,10 +74,30 @@ parity: $(PARITY_VENV)/.installed ## compare with torch and transformers (its ow
 	$(PARITY_VENV)/bin/pagedjax doctor --fetch-model
 	$(PARITY_VENV)/bin/python -m pytest -m parity $(PYTEST_ARGS)
 
+# The compilers of TPUs and GPUs are packages in a folder of their own, beside $(VENV) and not in it: with libtpu
+# installed, jax looks for a TPU at every start. JAX_PLATFORMS keeps the CUDA plugin from looking for a driver.
+$(AOT_SITE)/.installed: requirements/aot-$(PYTAG).txt $(STAMP)
+	rm -rf $(AOT_SITE)
+	$(BIN)/python $(PIP_INSTALL) --no-deps --require-hashes --target $(AOT_SITE) -r requirements/aot-$(PYTAG).txt
+	touch $@
+
+requirements/aot-%.txt:
+	@echo "$@ is not there: the compilers are locked for Python 3.12; try make aot PYTHON=python3.12 VENV=.venv312" >&2; exit 2
+
+AOT_TEST = JAX_PLATFORMS=cpu PYTHONPATH=$(AOT_SITE) $(BIN)/python -m pytest
+AOT_TEST += tests/kernels/test_aot.py tests/kernels/test_bundles.py tests/cli/test_compile.py
+
+aot: $(AOT_SITE)/.installed ## compile every geometry for TPUs and GPUs that are not there (about 10 minutes, 1 GB)
+	$(AOT_TEST) -m "not parity" $(PYTEST_ARGS)
+
+aot-fast: $(AOT_SITE)/.installed ## one or two programs per target, in about a minute
+	$(AOT_TEST) $(PYTEST_ARGS)
+
 # Needs uv (https://docs.astral.sh/uv) on PATH; nothing else here does.
 lock: ## write requirements/ anew from pyproject.toml
 	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/py311.txt
 	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/py312.txt
+	uv pip compile requirements/aot.in --no-deps --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/aot-py312.txt
 
 clean: ## remove environments and caches of this checkout
-	rm -rf $(VENV) $(PARITY_VENV) .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(AOT_SITE) .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "pagedjax.cli.demo",
     "generate": "pagedjax.cli.generate",
     "bench": "pagedjax.cli.bench",
+    "compile": "pagedjax.cli.compile",
     "doctor": "pagedjax.cli.doctor",
     "convert": "pagedjax.cli.convert",
     "trace": "pagedjax.cli.trace",

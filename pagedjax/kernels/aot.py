@@ -154,6 +154,11 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + rest
 
     @property
+    def num_kernels(self) -> int:
+        """Calls of Pallas kernels in the program."""
+        return len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', self.hlo))
+
+    @property
     def fits(self) -> bool:
         return self.hbm_bytes <= self.limits.hbm_bytes
 
@@ -185,7 +190,7 @@ def compile(
         NotImplementedError: The target's compiler is not installed, or refuses the program: the message
             carries its reason.
     """
-    device, chip = _device(target)
+    device, _ = _device(target)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def spec(x: Any, rows: bool) -> jax.ShapeDtypeStruct:
@@ -195,7 +200,7 @@ def compile(
     specs = [jax.tree.map(lambda x, i=i: spec(x, i in row_major), arg) for i, arg in enumerate(args)]
     started = time.perf_counter()
     try:
-        with _tracing_for(chip):
+        with tracing_for(target):
             traced = jax.jit(fn, donate_argnums=donate).trace(*specs)
             compiled = traced.lower(lowering_platforms=(TARGETS[target].platform,)).compile()
             limits = device_limits(target)
@@ -228,13 +233,12 @@ def installed(target: str) -> bool:
 
 def device_limits(target: str) -> Limits:
     """Capacities of a target's device, as its own libraries state them."""
-    _, chip = _device(target)
     if TARGETS[target].platform == "cuda":
         sizes = ("device_memory_size", "memory_bandwidth", "shared_memory_per_block_optin")
         return Limits(*(int(H100[name]) for name in sizes))
     from jax.experimental.pallas import tpu as pltpu
 
-    with _tracing_for(chip):
+    with tracing_for(target):
         info = pltpu.get_tpu_info()
     return Limits(info.hbm_capacity_bytes, info.mem_bw_bytes_per_second, info.vmem_capacity_bytes)
 
@@ -266,8 +270,10 @@ def _device(target: str) -> tuple[Any, Any]:
     return device, jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
 
 
-def _tracing_for(chip: Any) -> Any:
-    """An axis-less mesh: with a one-device mesh, shardings reach the avals that kernels reshape."""
+def tracing_for(target: str) -> Any:
+    """A context in which programs are traced as for that device, and its limits can be asked for."""
+    # An axis-less mesh: with a one-device mesh, shardings reach the avals that kernels reshape.
+    _, chip = _device(target)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip))
 
 

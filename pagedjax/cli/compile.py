@@ -1,0 +1,277 @@
+"""`pagedjax compile`: kernels and whole decode steps for devices that are not in this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagedjax.cli.options import Common, common_options, emit_json
+
+if TYPE_CHECKING:
+    from pagedjax.kernels import KVLayout
+    from pagedjax.kernels.aot import Compiled
+    from pagedjax.model_config import ModelConfig
+
+_TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100")
+_COUNT = click.IntRange(min=1)
+# Of what HBM has left beside the weights, this much becomes the pool: the rest is the step's own scratch.
+_POOL_SHARE = 0.9
+
+
+@click.command("compile")
+@click.option(
+    "--target", "targets", multiple=True, required=True, type=click.Choice(_TARGETS), help="Repeatable."
+)
+@click.option("--kernels", "what", flag_value="kernels", default="kernels", help="The model's attention.")
+@click.option("--step", "what", flag_value="step", help="The whole decode step, sampling included.")
+@click.option("--table", "what", flag_value="table", help="The kernels' table of geometries, no model.")
+@click.option("--bundles", is_flag=True, help="TPU: count VLIW bundles per key tile beside the HBM floor.")
+@click.option("--batch", type=_COUNT, default=8, show_default=True, help="Rows that decode.")
+@click.option("--context", type=_COUNT, default=4096, show_default=True, help="Longest row in tokens.")
+@click.option("--layers", type=_COUNT, help="Another depth than the model's: a step that fits one device.")
+@click.option(
+    "--pool-bytes", type=_COUNT, help="KV pool of the step.  [default: 90 % of the HBM beside the weights]"
+)
+@common_options(model__dtype="bfloat16")
+def command(
+    common: Common,
+    targets: tuple[str, ...],
+    what: str,
+    bundles: bool,
+    batch: int,
+    context: int,
+    layers: int | None,
+    pool_bytes: int | None,
+) -> int:
+    """Compile for a device that is not here: time, memory, proof that the pool is updated in place, fit.
+
+    The model may be a folder or a config.json alone (configs/shapes/): only shapes are read, no weights. Needs
+    the extra tpu (libtpu) or cuda (the plugin and pjrt, no driver). Exit code 1 where a compiler refuses.
+    """
+    # The CUDA plugin would look for a driver otherwise; it must be set before jax is imported.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from pagedjax.kernels import aot
+
+    if missing := [target for target in targets if not aot.installed(target)]:
+        extra = aot.TARGETS[missing[0]].extra
+        raise click.UsageError(f"--target {missing[0]}: its compiler is missing; install pagedjax[{extra}]")
+    if bundles:
+        return _bundles(common, targets)
+    rows: list[dict[str, Any]] = []
+    refused = 0
+    for target in targets:
+        for name, job in _jobs(common, target, what, batch, context, layers, pool_bytes):
+            common.note(f"{target}: {name}")
+            try:
+                rows.append(_row(job()))
+            except NotImplementedError as reason:
+                refused += 1
+                rows.append({"target": target, "what": name, "refused": str(reason)})
+    if common.as_json:
+        emit_json({"config": common.config.to_dict(), "compiled": rows})
+    else:
+        for row in rows:
+            print(_text(row))
+    return 1 if refused else 0
+
+
+def _row(compiled: Compiled) -> dict[str, Any]:
+    """What a compiled program says, for people and for --json."""
+    c = compiled
+    return {
+        "target": c.target,
+        "what": c.name,
+        "compile_s": c.compile_s,
+        "argument_mib": c.argument_bytes / 2**20,
+        "pool_mib": c.pool_bytes / 2**20,
+        "alias_is_pool": c.alias_bytes >= c.pool_bytes,
+        "temp_mib": c.temp_bytes / 2**20,
+        "temp_of_pool_percent": 100 * c.temp_bytes / c.pool_bytes,
+        "in_place": c.in_place,
+        "hbm_percent": 100 * c.hbm_bytes / c.limits.hbm_bytes,
+        "fits_hbm": c.fits,
+        "kernel_kib": c.kernel_bytes / 2**10,
+        "on_chip_kib": c.limits.on_chip_bytes / 2**10,
+    }
+
+
+def _text(row: dict[str, Any]) -> str:
+    head = f"{row['target']}: {row['what']}"
+    if "refused" in row:
+        return f"{head}\n  REFUSED: {row['refused']}"
+    place = "in place" if row["in_place"] else "NOT IN PLACE"
+    memory = "shared memory" if row["target"].startswith("h") else "VMEM"
+    return "\n".join(
+        [
+            head,
+            f"  compiled in {row['compile_s']:.1f} s; {'fits' if row['fits_hbm'] else 'DOES NOT FIT'}: "
+            f"{row['hbm_percent']:.1f} % of HBM ({row['argument_mib']:,.0f} MiB of arguments)",
+            f"  {place}: {'the pool' if row['alias_is_pool'] else 'NOT the pool'} of {row['pool_mib']:,.0f} MiB "
+            f"is an alias, temporaries {row['temp_mib']:.2f} MiB ({row['temp_of_pool_percent']:.3f} % of it)",
+            f"  largest kernel {row['kernel_kib']:,.0f} of {row['on_chip_kib']:,.0f} KiB {memory}",
+        ]
+    )
+
+
+def _jobs(
+    common: Common,
+    target: str,
+    what: str,
+    batch: int,
+    context: int,
+    layers: int | None,
+    pool_bytes: int | None,
+) -> list[tuple[str, Any]]:
+    """(name, what compiles it) of everything asked for."""
+    from pagedjax.kernels import aot
+
+    if what == "table":
+        return [
+            (str(g), lambda g=g: aot.compile_attention(target, g, num_decodes=batch, context_tokens=context))
+            for g in aot.geometries(target)
+        ]
+    name, model = read_shapes(common)
+    if layers is not None:
+        name, model = f"{name}, {layers} layers", dataclasses.replace(model, num_layers=layers)
+    block_size, dtype = common.config.cache.block_size, common.config.model.dtype
+    if what == "step":
+        step = f"{name}: decode step of {batch}"
+        return [
+            (
+                step,
+                lambda: compile_step(
+                    step, target, model, dtype, block_size=block_size, batch=batch, context=context,
+                    pool_bytes=pool_bytes,
+                ),
+            )
+        ]  # fmt: skip
+    geometry = aot.Geometry(model.num_heads, model.num_kv_heads, model.head_dim, block_size, dtype)
+    jobs = []
+    for window in dict.fromkeys(model.window(layer) for layer in range(model.num_layers)):
+        for kind, prefill in (("decode", 0), ("decode and prefill", 256)):
+            title = f"{name}: {kind}" + (f", window {window}" if window else "")
+
+            def job(title: str = title, prefill: int = prefill, window: int | None = window) -> Compiled:
+                compiled = aot.compile_attention(
+                    target, geometry, num_decodes=batch, prefill_tokens=prefill, context_tokens=context,
+                    window=window, soft_cap=model.attn_soft_cap or None,
+                )  # fmt: skip
+                return dataclasses.replace(compiled, name=title)
+
+            jobs.append((title, job))
+    return jobs
+
+
+def read_shapes(common: Common) -> tuple[str, ModelConfig]:
+    """(name, shapes) of the configured model, without its weights.
+
+    Raises:
+        ModelError: The source names no file or folder that holds shapes.
+    """
+    from pagedjax.model_config import ModelConfig, ModelError
+    from pagedjax.models import hub
+    from pagedjax.models.formats import GgufFile
+    from pagedjax.tokenizer import read_json
+
+    source = common.config.model.model
+    if source in hub.NAMED_MODELS:
+        file = hub.fetch_named(source, common.cache_dir or hub.default_cache_dir())
+        return source, ModelConfig.from_gguf(GgufFile(file).metadata)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"model={source!r}: compile reads shapes only; give a model folder, a config.json or a GGUF file"
+        )
+    if path.suffix == ".gguf":
+        return path.stem, ModelConfig.from_gguf(GgufFile(path).metadata)
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return name, ModelConfig.from_hf(read_json(path))
+
+
+def compile_step(
+    name: str,
+    target: str,
+    model: ModelConfig,
+    dtype: str,
+    *,
+    block_size: int,
+    batch: int,
+    context: int,
+    pool_bytes: int | None = None,
+) -> Compiled:
+    """Compile the runner's own step, from token ids to sampled tokens, for a device that is not here.
+
+    Args:
+        name: For the report.
+        target: Key of `aot.TARGETS`.
+        model: Shapes of the decoder.
+        dtype: Of weights and KV.
+        block_size: B.
+        batch: Rows that decode one token.
+        context: Longest row in tokens.
+        pool_bytes: Of the KV pool; None takes 90 % of what HBM has left beside the weights.
+
+    Raises:
+        NotImplementedError: The compiler is missing or refuses, or the attention kernel was passed over.
+    """
+    import jax
+
+    from pagedjax.config import SchedulerConfig
+    from pagedjax.kernels import KVLayout, aot
+    from pagedjax.models.decoder import abstract_params
+    from pagedjax.runtime.batch import Bucket
+    from pagedjax.runtime.runner import JaxRunner
+
+    def layout(num_blocks: int) -> KVLayout:
+        return KVLayout(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
+
+    params = abstract_params(model, dtype)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    if pool_bytes is None:
+        pool_bytes = int(_POOL_SHARE * (aot.device_limits(target).hbm_bytes - weights))
+        if pool_bytes <= 0:
+            raise NotImplementedError(
+                f"{name} on {target}: its weights of {weights / 2**30:.1f} GiB leave no room in HBM; try --layers"
+            )
+    pool = layout(max(2, pool_bytes // layout(1).num_bytes))
+    # The runner that would serve; what it allocates itself is one block.
+    runner = JaxRunner(model, params, layout(1), SchedulerConfig(max_num_seqs=batch), max_model_len=context)
+    fn, args = _step_of(runner, Bucket(batch, 0, batch, batch), pool)
+    compiled = aot.compile(name, target, fn, args, donate=(1,), pool_bytes=pool.num_bytes, row_major=(0,))
+    if compiled.num_kernels < model.num_layers:
+        raise NotImplementedError(
+            f"{name} on {target}: {compiled.num_kernels} kernel calls in {model.num_layers} layers; "
+            f"{aot.TARGETS[target].kernel} refuses this shape (compile --kernels says why)"
+        )
+    return compiled
+
+
+def _step_of(runner: Any, bucket: Any, layout: KVLayout) -> tuple[Any, tuple[Any, ...]]:
+    """The runner's step function and the arguments it would be lowered with."""
+    fn = runner.step_fn
+    runner.step_fn = _Arguments()
+    return fn, runner.lower(bucket, layout)
+
+
+class _Arguments:
+    """Stands in for a jitted function: `lower` gives the arguments back."""
+
+    def lower(self, *args: Any) -> tuple[Any, ...]:
+        return args
+
+
+def _bundles(common: Common, targets: tuple[str, ...]) -> int:
+    """One process per target: what libtpu dumps is set by the environment before it is loaded."""
+    code = 0
+    for target in targets:
+        args = ["--target", target, *(["--json"] if common.as_json else [])]
+        code |= subprocess.run([sys.executable, "-m", "pagedjax.kernels.bundles", *args]).returncode
+    return code

@@ -1,0 +1,233 @@
+"""What a TPU kernel costs by its own machine code: VLIW bundles per chunk of keys, beside the HBM floor.
+
+    python -m pagedjax.kernels.bundles --target v5e --heads 32 8 128 --block-size 16
+
+libtpu can write the final bundles of every program it compiles; a bundle is one issue cycle. The decode
+kernel's loop over chunks is found in that listing, and of all ways round it the cheapest is taken that starts
+the copies of one whole chunk, awaits a chunk and multiplies it: what a long row costs per chunk. Stalls and
+DMA latency are not in the count, so it is a lower bound of the time; a kernel whose count is well below the
+cycles that HBM needs for the same bytes is bound by memory and not by issue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Bundles after a branch that run whether it is taken or not.
+DELAY_SLOTS = 4
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:\w\w)?\s*:\s*(?:>\s*)*\{")
+_BRANCH = re.compile(r"sbr\.rel (\(.*?\) )?target = \$region(\d+)")
+_REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
+
+
+@dataclass
+class Bundle:
+    """One line of the listing: what of it decides where control goes and what the loop does."""
+
+    target: int | None = None  # index of the bundle that a branch leads to
+    always: bool = False  # the branch has no condition
+    copies: int = 0
+    waits: int = 0
+    multiplies: int = 0
+
+
+def parse(listing: str) -> list[Bundle]:
+    """The bundles of a `final_bundles` listing, branch targets resolved.
+
+    Raises:
+        ValueError: The listing is not in the form that this was written for.
+    """
+    texts: list[str] = []
+    for line in listing.splitlines():
+        if match := _BUNDLE.match(line):
+            if int(match[1], 16) != len(texts):
+                raise ValueError(f"bundle {match[1]}: must be {len(texts):#x}; is this another libtpu?")
+            texts.append(line)
+        elif texts:
+            texts[-1] += line
+    regions = {int(n): i for i, text in enumerate(texts) for n in _REGION.findall(text)}
+    bundles = []
+    for text in texts:
+        branch = _BRANCH.search(text)
+        if branch and int(branch[2]) not in regions:
+            raise ValueError(f"branch to region {branch[2]}: it begins nowhere; is this another libtpu?")
+        bundles.append(
+            Bundle(
+                target=regions[int(branch[2])] if branch else None,
+                always=branch is not None and not branch[1],
+                copies=len(re.findall(r"= dma\.hbm_to_vmem", text)),
+                waits=len(re.findall(r"dma\.done\.wait", text)),
+                multiplies=len(re.findall(r"= vmatmul|vmatmul\.", text)),
+            )
+        )
+    return bundles
+
+
+def loops(bundles: Sequence[Bundle]) -> list[tuple[int, int]]:
+    """(first bundle, last bundle) of every loop: backward branches, delay slots included."""
+    return [
+        (b.target, i + DELAY_SLOTS) for i, b in enumerate(bundles) if b.target is not None and b.target <= i
+    ]
+
+
+def chunk_loop(bundles: Sequence[Bundle]) -> tuple[int, int]:
+    """The innermost loop that both multiplies and starts copies."""
+    work = [
+        (last - first, first, last)
+        for first, last in loops(bundles)
+        if any(b.multiplies for b in bundles[first:last]) and any(b.copies for b in bundles[first:last])
+    ]
+    if not work:
+        raise ValueError("no loop multiplies and copies: is this the decode kernel's listing?")
+    return min(work)[1:]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bundles once round the chunk loop.
+
+    Attributes:
+        total: On the cheapest way that starts one chunk's copies and awaits and multiplies one.
+        work: On the cheapest way that starts none: the arithmetic and the wait.
+    """
+
+    total: int
+    work: int
+
+    @property
+    def copies(self) -> int:
+        """What starting a chunk's copies adds."""
+        return self.total - self.work
+
+
+def cost(bundles: Sequence[Bundle], chunk_blocks: int) -> Cost:
+    """Cost of a chunk.
+
+    Args:
+        bundles: From `parse`.
+        chunk_blocks: Copies that bring one chunk.
+
+    Raises:
+        ValueError: No way round the loop starts that many copies.
+    """
+    first, last = chunk_loop(bundles)
+    # Loops inside copy or await a row's last chunk block by block; a whole chunk passes them by.
+    closed = {a for a, b in loops(bundles) if first <= a and b <= last and (a, b) != (first, last)}
+    # Per bundle the cheapest way to it, by what was done on the way: (copies started, awaited, multiplied).
+    ways: dict[int, dict[tuple[int, bool, bool], int]] = {first: {(0, False, False): 0}}
+    ends: dict[tuple[int, bool, bool], int] = {}
+
+    def reach(where: dict[tuple[int, bool, bool], int], state: tuple[int, bool, bool], spent: int) -> None:
+        where[state] = min(spent, where.get(state, spent))
+
+    # Control runs forward but for the way back, so that one pass in order of address is enough.
+    for at in range(first, last + 1):
+        if at in closed:
+            continue
+        bundle = bundles[at]
+        size = 1 if bundle.target is None else 1 + DELAY_SLOTS
+        run = bundles[at : at + size]
+        for (copies, waited, multiplied), spent in ways.get(at, {}).items():
+            state = (
+                copies + sum(b.copies for b in run),
+                waited or any(b.waits for b in run),
+                multiplied or any(b.multiplies for b in run),
+            )
+            if state[0] > chunk_blocks:
+                continue
+            if bundle.target == first:
+                reach(ends, state, spent + size)
+            elif bundle.target is not None and at < bundle.target <= last:
+                reach(ways.setdefault(bundle.target, {}), state, spent + size)
+            if not bundle.always:
+                reach(ways.setdefault(at + size, {}), state, spent + size)
+    try:
+        return Cost(ends[chunk_blocks, True, True], ends[0, True, True])
+    except KeyError:
+        raise ValueError(f"no way round the loop starts {chunk_blocks} copies and multiplies") from None
+
+
+def floor_cycles(num_bytes: int, target: str) -> float:
+    """Cycles in which HBM brings so many bytes at its stated bandwidth.
+
+    The clock is what the stated peak of bfloat16 products implies for the chip's systolic arrays.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    from pagedjax.kernels import aot
+
+    with aot.tracing_for(target):
+        info = pltpu.get_tpu_info()
+    per_cycle = 2 * info.num_mxus * info.mxu_column_size**2
+    return num_bytes / info.mem_bw_bytes_per_second * info.bf16_ops_per_second / per_cycle
+
+
+def measure(
+    target: str, heads: tuple[int, int, int], block_size: int, dtype: str, dump: Path
+) -> dict[str, Any]:
+    """Compile the decode kernel of one shape and count; libtpu must have been told to dump into `dump`."""
+    from pagedjax.kernels import aot
+    from pagedjax.kernels.plan import CHUNK_TOKENS
+
+    for file in dump.glob("*"):
+        file.unlink()
+    geometry = aot.Geometry(*heads, block_size, dtype)
+    aot.compile_attention(target, geometry)
+    listings = [f for f in dump.glob("*paged_decode*final_bundles.txt") if "analysis" not in f.name]
+    if len(listings) != 1:
+        raise ValueError(f"{len(listings)} listings of the decode kernel in {dump}: must be one")
+    found = cost(parse(listings[0].read_text()), CHUNK_TOKENS // block_size)
+    layout = geometry.layout()
+    chunk_bytes = layout.num_bytes // (layout.num_blocks * block_size) * CHUNK_TOKENS
+    floor = floor_cycles(chunk_bytes, target)
+    return {
+        "target": target,
+        "shape": str(geometry),
+        "tokens": CHUNK_TOKENS,
+        "bundles": found.total,
+        "work": found.work,
+        "copies": found.copies,
+        "hbm_floor_cycles": round(floor),
+        "of_floor": found.total / floor,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="VLIW bundles of the TPU decode kernel per chunk of keys.")
+    parser.add_argument("--target", default="v5e", help="v5e, v6e, v4, v5p or tpu7x  [default: v5e]")
+    parser.add_argument("--heads", nargs=3, type=int, action="append", metavar=("N", "K", "H"))
+    parser.add_argument("--block-size", type=int, action="append")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    shapes = args.heads or [[32, 8, 128], [9, 3, 64]]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        # Read by libtpu when it is loaded, hence a process of its own.
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        for heads in shapes:
+            for block_size in args.block_size or [16, 64, 128]:
+                rows.append(measure(args.target, tuple(heads), block_size, args.dtype, Path(folder)))
+                if not args.json:
+                    print(
+                        "{target} {shape}: {bundles} bundles per {tokens} tokens ({work} work, {copies} copies), "
+                        "HBM floor {hbm_floor_cycles} cycles ({of_floor:.0%} of it)".format(**rows[-1]),
+                        flush=True,
+                    )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""`pagedjax compile`: whole decode steps for devices that are not there; skips where no compiler is (`make aot`)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagedjax.cli import main
+from pagedjax.kernels import aot
+
+SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
+
+
+def compiled(capsys, *args):
+    """(exit code, rows) of the command in JSON."""
+    code = main(["compile", "--json", "--quiet", *args])
+    return code, json.loads(capsys.readouterr().out)["compiled"]
+
+
+def needs(target):
+    return pytest.mark.skipif(
+        not aot.installed(target), reason=f"extra {aot.TARGETS[target].extra} is not installed"
+    )
+
+
+def check_step(row):
+    assert row["alias_is_pool"], row
+    assert row["in_place"], row
+    assert row["temp_of_pool_percent"] < 1, row
+    assert row["pool_mib"] > 1024, row
+    assert row["fits_hbm"], row
+    assert row["kernel_kib"] < row["on_chip_kib"], row
+
+
+@needs("v5e")
+def test_smollm2_step_is_in_place_on_a_tpu(capsys):
+    code, [row] = compiled(capsys, "--target", "v5e", "--step", "--model", str(SHAPES / "smollm2-135m.json"))
+    assert code == 0
+    check_step(row)
+
+
+@pytest.mark.full
+@needs("v5e")
+@pytest.mark.parametrize(
+    "target, model, layers",
+    [
+        ("v6e", "smollm2-135m", None),
+        ("v6e", "llama-3-8b", None),
+        # Its weights alone fill a v5e: half the depth.
+        ("v5e", "llama-3-8b", 16),
+    ],
+)
+def test_steps_are_in_place(capsys, target, model, layers):
+    depth = [] if layers is None else ["--layers", str(layers)]
+    code, [row] = compiled(
+        capsys, "--target", target, "--step", "--model", str(SHAPES / f"{model}.json"), *depth
+    )
+    assert code == 0
+    check_step(row)
+
+
+@needs("h100")
+def test_a_short_step_compiles_for_hopper(capsys):
+    args = ["--step", "--layers", "2", "--model", str(SHAPES / "smollm2-135m.json")]
+    code, [row] = compiled(capsys, "--target", "h100", *args)
+    assert code == 0
+    check_step(row)
+
+
+@needs("v5e")
+def test_a_refusal_is_shown_and_counted(capsys):
+    """40 GiB of pool do not fit a v5e; a head dim of 576 has no kernel."""
+    args = ["--target", "v5e", "--step", "--layers", "1", "--pool-bytes", str(40 << 30)]
+    code, [row] = compiled(capsys, *args, "--model", str(SHAPES / "smollm2-135m.json"))
+    assert code == 1
+    assert "HBM" in row["refused"]
+
+
+@needs("v5e")
+def test_kernels_of_a_model_as_text(capsys):
+    code = main(["compile", "-q", "--target", "v5e", "--model", str(SHAPES / "smollm2-135m.json")])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.count("in place: the pool of") == 2
+    assert out.count("of 131,072 KiB VMEM") == 2
+
+
+def test_only_shapes_are_read(capsys, tmp_path):
+    """A model that is not there is refused in one line, before anything is compiled."""
+    target = next((name for name in aot.TARGETS if aot.installed(name)), None)
+    code = main(["compile", "--target", target or "v5e", "--model", str(tmp_path / "no.json")])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert ("compile reads shapes only" if target else "install pagedjax[tpu]") in err

@@ -7,10 +7,16 @@ runs and the cache manager keeps a block table for.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
+
+MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
+MAX_BIASED = 300
+MAX_END_IDS = 128
 
 
 @dataclass(frozen=True)
@@ -19,11 +25,21 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate per sample, at least 1.
-        n: Parallel samples of one prompt; they fork one prefill and copy blocks on write.
+        n: Samples of one prompt to return; they fork one prefill and copy blocks on write.
+        best_of: Draw so many samples and return the n whose tokens are likeliest on average. None: n.
+        beam_width: Beams of a beam search, of which the n best are returned; 0: no beam search.
+        length_penalty: Beams: a score is the sum of log-probabilities over length ** length_penalty.
+        early_stopping: Beams: True stops once beam_width beams have ended, False where the best running
+            beam is no better as it stands, "never" where it cannot become better.
         temperature: 0 is greedy. Otherwise logits are divided by it before the filters below.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches top_p; 1.0 keeps all.
         min_p: Keep tokens at least min_p times as likely as the most likely one; 0.0 keeps all.
+        repetition_penalty: Logits of tokens in prompt or answer are divided by it where positive, multiplied
+            where negative; 1.0 is off.
+        presence_penalty: Taken off the logit of each token that the answer holds; 0.0 is off.
+        frequency_penalty: Taken off once for each time the answer holds it; 0.0 is off.
+        logit_bias: Token id → what is added to its logit, at most 300 of them.
         seed: Sample i of a request draws from the key (seed, i, position of the token): the same seed
             gives the same text whatever else is in the batch, and sample i of n=4 is sample i of n=8.
             None: the engine draws one per request from its own seed.
@@ -31,7 +47,12 @@ class SamplingParams:
             borders.
         stop_token_ids: Tokens that end a sample (beside the model's end-of-sequence tokens).
         ignore_eos: Go on past the model's end-of-sequence tokens.
-        logprobs: Report the log-probability of each generated token under the unfiltered distribution.
+        min_tokens: No end-of-sequence token, stop token or stop string before so many tokens.
+        logprobs: Report the log-probability and rank of each generated token, and the k likeliest tokens
+            beside it, under the model's own distribution: before penalties, bias, temperature and
+            filters. False or None: nothing; True or 0: the token's own.
+        prompt_logprobs: The same for each token of the prompt but the first. What it needs has to be
+            computed: such a request takes nothing from the prefix cache (it leaves its blocks there).
 
     Raises:
         ValueError: A value is out of its range; the message names got, rule and remedy.
@@ -47,13 +68,26 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(value := getattr(self, name), bool):
+                object.__setattr__(self, name, 0 if value else None)
         _require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
         _require(self.n >= 1, f"n={self.n}: must be at least 1")
         _require(
@@ -68,11 +102,108 @@ class SamplingParams:
             f"seed={self.seed}: must be in [0, 2**32) or None",
         )
         _require(all(self.stop), "stop='': a stop string must not be empty; leave it out")
+        self._check_choice()
+        self._check_several()
+
+    def _check_choice(self) -> None:
+        _require(
+            0.0 < self.repetition_penalty < float("inf"),
+            f"repetition_penalty={self.repetition_penalty}: must be positive; 1.0 is off",
+        )
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+            value = getattr(self, name)
+            _require(abs(value) < float("inf"), f"{name}={value}: must be a finite number")
+        _require(
+            len(self.logit_bias) <= MAX_BIASED,
+            f"logit_bias of {len(self.logit_bias)} tokens: at most {MAX_BIASED} are taken; leave some out",
+        )
+        for token, bias in self.logit_bias.items():
+            _require(
+                token >= 0 and abs(bias) < float("inf"),
+                f"logit_bias[{token}]={bias}: must be a finite number for a token id; -100 all but forbids it",
+            )
+        _require(
+            len(self.stop_token_ids) <= MAX_END_IDS // 2,
+            f"stop_token_ids: {len(self.stop_token_ids)} given, at most {MAX_END_IDS // 2} are taken",
+        )
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens={self.min_tokens}: must be between 0 and max_tokens={self.max_tokens}",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            k = getattr(self, name)
+            _require(
+                k is None or 0 <= k <= MAX_CANDIDATES,
+                f"{name}={k}: must be between 0 and {MAX_CANDIDATES}, or None for nothing",
+            )
+
+    def _check_several(self) -> None:
+        """n, best_of and beam_width, and what goes with them."""
+        if self.best_of is not None:
+            _require(
+                self.best_of >= self.n,
+                f"best_of={self.best_of}: must be at least n={self.n}, which is what is returned",
+            )
+            _require(
+                not self.beam_width,
+                "best_of: draws samples, beams are not drawn; leave out best_of or beam_width",
+            )
+        _require(self.beam_width >= 0, f"beam_width={self.beam_width}: must be 0 (no beams) or positive")
+        _require(
+            self.early_stopping in (True, False, "never"),
+            f'early_stopping={self.early_stopping!r}: must be True, False or "never"',
+        )
+        if self.beam_width:
+            _require(
+                self.n <= self.beam_width,
+                f"n={self.n}: must not exceed beam_width={self.beam_width}, of which n are returned; widen the beam",
+            )
+            _require(self.temperature == 0, "temperature: beams are not drawn; leave it at 0")
+            _require(not self.stop, "stop: beams end at tokens; give stop_token_ids instead")
+            _require(
+                not self.has_adjustments,
+                "penalties, logit_bias: beams follow the model's own probabilities; leave them out",
+            )
+
+    @property
+    def has_adjustments(self) -> bool:
+        """Logits are changed before a token is chosen."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run together for a request."""
+        return max(self.n, self.best_of or 0, self.beam_width)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """What is returned is known only when all sequences have ended."""
+        return bool(self.beam_width or (self.best_of or 0) > self.n)
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+class TokenLogprob(NamedTuple):
+    """A token at one position: its natural log-probability there, and its rank (1 is the likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class PositionLogprobs(NamedTuple):
+    """The token at a position, and the likeliest ones there, best first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...]
 
 
 class Status(enum.Enum):
@@ -97,7 +228,8 @@ class Sequence:
     """One sample of a request: its tokens, its hash chain and how far its KV has been computed.
 
     `chain` holds prompt and generated tokens; `num_computed_tokens` counts those whose KV is in the
-    pool. The newest token's KV is not: it is computed by the step that feeds it.
+    pool. The newest token's KV is not: it is computed by the step that feeds it. A beam's `candidates` are
+    its next tokens, kept until the other beams have theirs.
     """
 
     seq_id: int
@@ -108,6 +240,8 @@ class Sequence:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)
+    details: list[PositionLogprobs] = field(default_factory=list)
+    candidates: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,12 +273,18 @@ class Request:
         extra: Typed extra keys that separate its blocks from others' (adapter, salt).
         arrival: Engine clock at `Engine.add`, seconds.
         sequences: Its samples, in order.
-        forked: Each live sequence has a block table of its own. False until the shared prompt is computed.
+        end_token_ids: Tokens that end a sample.
+        forked: Each live sequence has a block table of its own. False until what they share is computed.
+        fork_at: Tokens that all live sequences share: the prompt; for resumed beams more.
+        prompt_details: Of each prompt token computed so far, if asked for; the first has none.
         num_cached_tokens: Prompt tokens hit at the first admission; None before it.
         miss_reason, matched_tokens: What that lookup said.
         num_copies: Blocks copied on write, by sequences that have already given theirs back.
         num_preemptions: Times it lost its blocks.
         first_token_at: Engine clock at its first token, seconds.
+        priority: Higher is admitted first and preempted last; equals go by arrival.
+        number: Order of arrival, given by the scheduler.
+        swapped: Its sequences' KV is on the host.
     """
 
     request_id: str
@@ -154,13 +294,19 @@ class Request:
     extra: ExtraKeys = ExtraKeys()
     arrival: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    end_token_ids: frozenset[int] = frozenset()
     forked: bool = False
+    fork_at: int = 0
+    prompt_details: dict[int, PositionLogprobs] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     miss_reason: str = ""
     matched_tokens: int = 0
     num_copies: int = 0
     num_preemptions: int = 0
     first_token_at: float | None = None
+    priority: int = 0
+    number: int = 0
+    swapped: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -177,11 +323,13 @@ class CompletionOutput:
     """One sample as it stands.
 
     Attributes:
-        index: Which of the n samples.
+        index: Which of the samples; of beams, the rank.
         text: Decoded text so far, without the stop string; "" where no tokenizer is attached.
         token_ids: Generated tokens so far, the stop token included.
         finish_reason: None while it runs.
         logprobs: One per generated token if asked for, natural log.
+        details: The same with ranks and the likeliest tokens at each place, if asked for.
+        score: Beams: sum of log-probabilities over length ** length_penalty. best_of: their mean.
     """
 
     index: int
@@ -189,6 +337,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[float, ...] | None = None
+    details: tuple[PositionLogprobs, ...] | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +348,7 @@ class RequestOutput:
     Attributes:
         request_id: As given or assigned.
         prompt_token_ids: The prompt.
-        outputs: One per sample, in sample order.
+        outputs: One per sample, in sample order; of beams and best_of the n best, best first.
         finished: All samples have ended.
         num_cached_tokens: Prompt tokens taken from the cache when the request was first admitted.
         miss_reason: Why the prefix match stopped there (a `MissReason` value).
@@ -207,6 +357,7 @@ class RequestOutput:
         num_preemptions: Times it lost its blocks and was resumed.
         ttft_s: Seconds from `add` to the first token; None before it.
         latency_s: Seconds from `add` to the last token; None before it finished.
+        prompt_logprobs: One per prompt token if asked for, None for the first.
     """
 
     request_id: str
@@ -220,6 +371,7 @@ class RequestOutput:
     num_preemptions: int
     ttft_s: float | None = None
     latency_s: float | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -252,7 +252,11 @@ def _entries(
             jax.ShapeDtypeStruct((W, parts, R, H), f32),
             jax.ShapeDtypeStruct((W, parts, R, 128), f32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            # `read_rows` maps every id into the pool, and the plan every chunk into its table.
+            disable_bounds_checks=True,
+        ),
         interpret=interpret,
         name="paged_decode" if diagonal else "paged_prefill",
     )(*scalars, q.astype(pool.data.dtype), pool.data)

@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 DTYPES = ("float32", "bfloat16", "float16")
 HASHES = ("sha256", "sha256_cbor", "xxh3_128")
+PREEMPTIONS = ("recompute", "swap", "auto")
 RESERVATIONS = ("", "max", "pow2", "oracle")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -154,12 +155,18 @@ class SchedulerConfig:
         token_budget: Tokens per step, decodes and prefill chunks together.
         chunk_tokens: Longest prefill chunk of one sequence in one step; 0 is the token budget.
         chunked_prefill: Off: a prompt is computed in one step or refused at submission.
+        preemption: What becomes of a request that has to give its blocks up: "recompute" drops them, "swap"
+            moves them to the host (cache.host_blocks), "auto" chooses what is predicted to be quicker.
+        swap_bandwidth_bytes: Bytes per second between device and host that "auto" assumes until it has
+            measured copies.
     """
 
     max_num_seqs: int = 32
     token_budget: int = 256
     chunk_tokens: int = 0
     chunked_prefill: bool = True
+    preemption: str = "recompute"
+    swap_bandwidth_bytes: int = 8 * 1000**3
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("token_budget", 1), ("chunk_tokens", 0)):
@@ -167,6 +174,14 @@ class SchedulerConfig:
             _require(
                 value >= least, f"scheduler.{name}={value}: must be at least {least}; try {max(32, least)}"
             )
+        _require(
+            self.preemption in PREEMPTIONS,
+            f"scheduler.preemption={self.preemption}: must be one of {', '.join(PREEMPTIONS)}; try auto",
+        )
+        _require(
+            self.swap_bandwidth_bytes > 0,
+            f"scheduler.swap_bandwidth_bytes={self.swap_bandwidth_bytes}: must be positive; try 8GB",
+        )
 
 
 @dataclass(frozen=True)

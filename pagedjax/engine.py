@@ -37,6 +37,11 @@ class StepResult:
     Attributes:
         tokens: One per sample, in row order.
         logprobs: One per sample, natural log; empty where the runner computes none.
+        ranks: One per sample, of its token among all (1 is the likeliest); empty where nobody asked.
+        top_ids: i32[Q, K], a row per sample: the likeliest tokens, best first. None where nobody asked:
+            beams ask always (see `pagedjax.beam`), others with logprobs=k.
+        top_logprobs: f32[Q, K], natural log, of these.
+        prompt: Per row of the plan that asked for `prompt_logprobs`, what its tokens predict.
         elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
         pack_s: Of these, seconds spent building arrays on the host.
         dispatch_s: Of these, seconds until the device call returned to the host.
@@ -125,7 +130,8 @@ class Engine:
                 )
         self.manager = manager
         self.runner = runner
-        self.scheduler = Scheduler(manager, config, max_model_len)
+        block_bytes = getattr(runner, "block_bytes", ())
+        self.scheduler = Scheduler(manager, config, max_model_len, block_bytes)
         self.max_model_len = max_model_len
         self.on_step = on_step
         self._eos = frozenset(eos_token_ids)
@@ -153,6 +159,7 @@ class Engine:
         *,
         request_id: str | None = None,
         extra: ExtraKeys = ExtraKeys(),
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
@@ -161,6 +168,7 @@ class Engine:
             sampling: How to continue it.
             request_id: Unique among live requests; None assigns the next number.
             extra: Extra keys of its blocks (adapter, cache salt): requests share blocks only under equal keys.
+            priority: Higher is admitted first and preempted last; equals go by arrival.
 
         Raises:
             ValueError: The request can never run, or its id is taken. Nothing was queued.
@@ -175,7 +183,7 @@ class Engine:
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, self._num_added]).generate_state(1)[0])
         self._num_added += 1
-        request = Request(request_id, prompt, sampling, seed, arrival=self._clock())
+        request = Request(request_id, prompt, sampling, seed, arrival=self._clock(), priority=priority)
         chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
         for index in range(sampling.n):
             own = chain if index == 0 else chain.fork()
@@ -216,6 +224,9 @@ class Engine:
         if plan.rows or plan.copies:
             result = self.runner.execute(plan)
             executed = clock()
+            if self.scheduler.config.preemption == "auto":
+                prefills = sum(row.num_tokens > 1 for row in plan.rows)
+                self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
             for seq in self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step):
                 request = seq.request
                 touched[request.request_id] = request

@@ -116,6 +116,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
         extra: ExtraKeys = ExtraKeys(),
+        priority: int = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, batched continuously; one output per prompt, in order.
@@ -124,6 +125,7 @@ class LLM:
             prompts: Texts, or token id lists; a single one is a batch of one.
             sampling: For all, or one per prompt.
             extra: Extra keys of all of them (adapter, cache salt).
+            priority: Of all of them; higher is admitted first and preempted last.
             progress: Show a bar on stderr; None follows the object's setting.
 
         Raises:
@@ -138,7 +140,10 @@ class LLM:
         token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
-        order = [self.engine.add(ids, one, extra=extra) for ids, one in zip(token_ids, params, strict=True)]
+        order = [
+            self.engine.add(ids, one, extra=extra, priority=priority)
+            for ids, one in zip(token_ids, params, strict=True)
+        ]
         return self._finish(order, self.progress if progress is None else progress)
 
     def chat(

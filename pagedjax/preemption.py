@@ -25,8 +25,11 @@ _LEAST_TOKENS = 8  # a step of fewer tokens says little about the rate of a pref
 
 
 class _Result(Protocol):
-    elapsed_s: float
-    copy_s: float
+    @property
+    def elapsed_s(self) -> float: ...
+
+    @property
+    def copy_s(self) -> float: ...
 
 
 @dataclass(eq=False)

@@ -3,11 +3,12 @@
 The scheduler decides *who and how many tokens*; the cache manager decides *where*; the runner *how*.
 One call of `schedule` makes one `StepPlan`; one call of `update` books its result.
 
-Policy (first come, first served):
+Policy (by priority, then first come, first served):
 
-1. Running requests first, oldest first. Every decode token is paid for before any prefill chunk.
-   Where the pool has no room the youngest running request loses its blocks (recompute) and goes back
-   to the head of the queue; the oldest is never preempted, so every step makes progress.
+1. Running requests first, in that order. Every decode token is paid for before any prefill chunk.
+   Where the pool has no room the last of them gives its blocks up and goes back to its place in the
+   queue; the first is never preempted, so every step makes progress. What becomes of the blocks is
+   `SchedulerConfig.preemption`: dropped and recomputed, or moved to the host and back.
 2. Then waiting requests, in order, while the token budget and the sequence limit last and nobody was
    preempted in this step. The first one that does not fit stops admission: nobody overtakes it.
 
@@ -26,6 +27,7 @@ import numpy as np
 
 from pagedjax.cache import CopyPlan, Hints, Hit, KVCacheManager
 from pagedjax.config import SchedulerConfig
+from pagedjax.preemption import PreemptionCost
 from pagedjax.request import FinishReason, Request, Sequence, Status
 
 
@@ -71,6 +73,18 @@ class StepPlan:
         return sum(len(row.samples) for row in self.rows)
 
 
+def _insert(queue: list[Request] | deque[Request], request: Request) -> None:
+    """Put a request where it belongs: the highest priority first, then the earliest."""
+    place = (-request.priority, request.number)
+    if queue and place < (-queue[0].priority, queue[0].number):
+        queue.insert(0, request)
+        return
+    at = len(queue)
+    while at and place < (-queue[at - 1].priority, queue[at - 1].number):
+        at -= 1
+    queue.insert(at, request)
+
+
 def _is_long(row: Row) -> bool:
     return row.num_tokens > 1
 
@@ -82,13 +96,30 @@ class Scheduler:
         manager: Owns the blocks.
         config: Limits of one step.
         max_model_len: Longest sequence in tokens; also the width of the block tables.
+        block_bytes: Bytes of one block per KV group; needed where swapping and recomputing are weighed.
 
     Raises:
-        ValueError: The limits contradict each other.
+        ValueError: The limits contradict each other, or preemption asks for a host that is not there.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        max_model_len: int,
+        block_bytes: tuple[int, ...] = (),
+    ) -> None:
         self._check_limits(config, max_model_len)
+        if config.preemption != "recompute" and not manager.host_blocks:
+            raise ValueError(
+                f"scheduler.preemption={config.preemption}: needs host blocks to swap to; set cache.host_blocks or "
+                "preemption=recompute"
+            )
+        if config.preemption == "auto" and not block_bytes:
+            raise ValueError(
+                "scheduler.preemption=auto: this runner's blocks have no bytes to weigh; try swap or recompute"
+            )
+        self.costs = PreemptionCost(block_bytes, config.swap_bandwidth_bytes)
         self.manager = manager
         self.config = config
         self.max_model_len = max_model_len
@@ -102,7 +133,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.step = 0
+        self.num_added = 0
         self.num_preemptions = 0
+        self.num_swaps = 0  # preemptions that moved blocks to the host
         self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
         self.chunk_tokens = config.chunk_tokens or config.token_budget  # most of one sequence in a step
 
@@ -160,7 +193,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that passed `check`."""
-        self.waiting.append(request)
+        request.number = self.num_added
+        self.num_added += 1
+        _insert(self.waiting, request)
 
     @property
     def has_work(self) -> bool:
@@ -225,6 +260,14 @@ class Scheduler:
             live = request.live
             if len(live) > places:
                 return
+            if request.swapped:
+                if self._swap_in(request):
+                    places -= len(live)
+                    budget = self._start(request, rows, budget)
+                    continue
+                if self.running:
+                    return
+                self._drop_blocks(request)  # nobody is left to make room: recompute what fits
             leader = live[0]
             hit = self._look_up(request, leader)
             pending = self._pending(leader)
@@ -243,13 +286,38 @@ class Scheduler:
                 request.num_cached_tokens = hit.num_tokens
                 request.miss_reason = hit.reason
                 request.matched_tokens = hit.matched_tokens
-            self.waiting.popleft()
-            self.running.append(request)
-            for seq in live:
-                seq.status = Status.RUNNING
+            self._run(request)
             places -= len(live)
             budget -= want
             rows.append(self._row(leader, want))
+
+    def _run(self, request: Request) -> None:
+        """The first of the waiting requests runs."""
+        self.waiting.popleft()
+        _insert(self.running, request)
+        for seq in request.live:
+            seq.status = Status.RUNNING
+
+    def _swap_in(self, request: Request) -> bool:
+        """Bring a swapped request back, with a block left for each sequence to go on; False: no room."""
+        seqs = self._active(request)
+        if not self.manager.swap_in(*[seq.seq_id for seq in seqs], spare=len(seqs)):
+            return False
+        for seq in seqs:
+            seq.num_computed_tokens = self.manager.num_computed(seq.seq_id)
+        request.swapped = False
+        return True
+
+    def _start(self, request: Request, rows: list[Row], budget: int) -> int:
+        """Rows of a request that came back from the host, as far as budget and room go; what is left of it."""
+        self._run(request)
+        for seq in self._active(request):
+            want = min(self._pending(seq), budget, self.chunk_tokens)
+            if want < 1 or not self.manager.reserve(seq.seq_id, want):
+                break
+            budget -= want
+            rows.append(self._row(seq, want))
+        return budget
 
     def _look_up(self, request: Request, leader: Sequence) -> Hit:
         request.forked = len(request.live) == 1
@@ -289,7 +357,7 @@ class Scheduler:
         return Row(seq, start, num_tokens, samples)
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Reserve blocks for a running sequence, preempting from the youngest end; False: `seq` lost."""
+        """Reserve blocks for a running sequence, preempting from the far end; False: `seq` lost."""
         request = seq.request
         while not self.manager.reserve(seq.seq_id, num_tokens):
             if len(self.running) > 1:
@@ -307,14 +375,31 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away; it recomputes what the cache does not give back."""
+        """Take a request's blocks away: to the host, or it recomputes what the cache does not give back."""
         self.running.remove(request)
-        self._drop_blocks(request)
+        if self._swap_out(request):
+            self.num_swaps += 1
+        else:
+            self._drop_blocks(request)
         for seq in request.live:
             seq.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        _insert(self.waiting, request)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Move a request's blocks to the host where that is wanted, pays and finds room."""
+        if self.config.preemption == "recompute":
+            return False
+        seqs = self._active(request)
+        ids = [seq.seq_id for seq in seqs]
+        if self.config.preemption == "auto":
+            shared = request.num_prompt_tokens if request.forked else 0
+            tokens = sum(max(seq.num_computed_tokens - shared, 0) for seq in seqs) + shared
+            if not self.costs.swap_pays(self.manager.num_lone_blocks(*ids), tokens):
+                return False
+        request.swapped = self.manager.swap_out(*ids)
+        return request.swapped
 
     def _end_for_capacity(self, request: Request) -> None:
         for seq in request.live:
@@ -380,6 +465,7 @@ class Scheduler:
             self._drop_sequence(seq)
             seq.num_computed_tokens = 0
         request.forked = len(request.live) == 1
+        request.swapped = False
 
     def _drop_sequence(self, seq: Sequence) -> None:
         seq.request.num_copies += self.manager.num_copies(seq.seq_id)

@@ -16,7 +16,16 @@ HOST = (
     | SETTINGS
     | {
         f"pagedjax.{m}"
-        for m in ("request", "tokenizer", "text_stream", "scheduler", "beam", "managers", "engine")
+        for m in (
+            "request",
+            "tokenizer",
+            "text_stream",
+            "scheduler",
+            "preemption",
+            "beam",
+            "managers",
+            "engine",
+        )
     }
 )
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"}
@@ -33,6 +42,7 @@ MAY_IMPORT = {
     "pagedjax.scheduler": HOST | {"numpy"},
     "pagedjax.beam": HOST | {"numpy"},
     "pagedjax.managers": CACHE | SETTINGS,
+    "pagedjax.preemption": CACHE,
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
     "pagedjax.kernels": {"pagedjax.kernels", "jax", "jaxlib", "numpy", "chex"},

@@ -99,6 +99,11 @@ class JaxRunner:
         self.step_fn = jax.jit(step, donate_argnums=1)
 
     @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each group."""
+        return tuple(layout.num_bytes // layout.num_blocks for layout in self.layouts)
+
+    @property
     def layout(self) -> KVLayout:
         """Layout of the first group's pool."""
         return self.layouts[0]

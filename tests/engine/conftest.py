@@ -44,14 +44,19 @@ class ToyRunner:
         self.num_blocks = manager.num_blocks
         self.block_size = manager.block_size
         self.pool = np.full((manager.num_blocks, manager.block_size), UNWRITTEN, np.int64)
+        self.host = np.full((manager.host_blocks, manager.block_size), UNWRITTEN, np.int64)
+        self.block_bytes = (1000,)
+        self.token_s, self.block_s = 0.0, 0.0  # seconds per token and per swapped block
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         for batch in plan.copies.batches:
             assert len(set(batch.dst)) == len(batch.dst)
-            assert not set(batch.dst) & set(batch.src)
-            self.pool[batch.dst] = self.pool[batch.src]
+            source = self.host if batch.kind == "swap_in" else self.pool
+            target = self.host if batch.kind == "swap_out" else self.pool
+            assert batch.kind != "cow" or not set(batch.dst) & set(batch.src)
+            target[batch.dst] = source[batch.src]
         written: set[tuple[int, int]] = set()
         for row, table in zip(plan.rows, plan.tables[0], strict=True):
             for position in range(row.start, row.start + row.num_tokens):
@@ -68,7 +73,9 @@ class ToyRunner:
             for seq in row.samples:
                 salt = seq.request.seed * 1000 + seq.index if seq.request.sampling.temperature else 0
                 tokens.append(next_token(seen, salt))
-        return StepResult(tokens, [], 0.0)
+        swapped = sum(len(batch.src) for batch in plan.copies.batches if batch.kind != "cow")
+        copy_s = self.block_s * swapped
+        return StepResult(tokens, [], self.token_s * plan.num_tokens + copy_s, copy_s=copy_s)
 
 
 @pytest.fixture
@@ -83,12 +90,13 @@ def make_engine() -> Callable[..., Engine]:
         chunk_tokens: int = 0,
         chunked_prefill: bool = True,
         max_model_len: int = 256,
+        preemption: str = "recompute",
         eos_token_ids: Sequence[int] = (),
         decode: Any = None,
         **options: Any,
     ) -> Engine:
         manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
-        config = SchedulerConfig(max_num_seqs, token_budget, chunk_tokens, chunked_prefill)
+        config = SchedulerConfig(max_num_seqs, token_budget, chunk_tokens, chunked_prefill, preemption)
         return Engine(
             manager,
             ToyRunner(manager),

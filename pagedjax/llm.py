@@ -12,6 +12,7 @@ from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.managers import make_manager, size_groups
 from pagedjax.model_config import LayerGroup, ModelConfig
+from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
 from pagedjax.request import RequestOutput, SamplingParams
 
@@ -61,6 +62,7 @@ class LLM:
             changes["model.model"] = model
         config = (config or Config()).replace(changes)
         # Heavy imports wait until a model is really wanted.
+        from pagedjax.kernels import native
         from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
 
@@ -88,6 +90,8 @@ class LLM:
             max_model_len=length,
             groups=groups,
         )
+        with bar("compiling the attention kernel for this CPU", None, progress and native.needs_build()):
+            native.prepare(config.runtime.implementation or None)
         self.runner = JaxRunner(
             loaded.config,
             loaded.params,
@@ -221,11 +225,6 @@ class LLM:
             for request_id in waiting:  # interrupted: give the blocks back
                 self.engine.abort(request_id)
         return [done[request_id] for request_id in order]
-
-
-def user_cache_dir() -> Path:
-    """Where models and compiled programs are kept unless told otherwise."""
-    return Path.home() / ".cache" / "pagedjax"
 
 
 def _is_token_ids(prompts: Any) -> bool:

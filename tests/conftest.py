@@ -69,12 +69,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm_cache() -> Path:
     """The cache folder that holds the default model; tests that need it skip where it was not fetched."""
-    from pagedjax.models.hub import default_cache_dir, named_path
+    from pagedjax.models.hub import named_path
+    from pagedjax.paths import user_cache_dir
 
-    path = named_path("smollm2-135m", default_cache_dir())
+    path = named_path("smollm2-135m", user_cache_dir())
     if not path.is_file():
         pytest.skip(f"{path}: not fetched; run make model")
-    return default_cache_dir()
+    return user_cache_dir()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,9 +45,10 @@ MAY_IMPORT = {
     "pagedjax.preemption": CACHE,
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
-    "pagedjax.kernels": {"pagedjax.kernels", "jax", "jaxlib", "numpy", "chex"},
+    "pagedjax.paths": set(),
+    "pagedjax.kernels": {"pagedjax.kernels", "pagedjax.paths", "jax", "jaxlib", "numpy", "chex"},
     "pagedjax.models": {
-        f"pagedjax.{m}" for m in ("models", "kernels", "model_config", "tokenizer", "progress")
+        f"pagedjax.{m}" for m in ("models", "kernels", "model_config", "tokenizer", "progress", "paths")
     }
     | {
         "jax",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.paths import user_cache_dir
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
@@ -181,7 +182,7 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
 
     source = common.config.model.model
     if source in hub.NAMED_MODELS:
-        file = hub.fetch_named(source, common.cache_dir or hub.default_cache_dir())
+        file = hub.fetch_named(source, common.cache_dir or user_cache_dir())
         return source, ModelConfig.from_gguf(GgufFile(file).metadata)
     path = Path(source).expanduser()
     if path.is_dir():

@@ -97,7 +97,7 @@ def _memory() -> dict[str, str]:
 
 
 def _folder(common: Common) -> Path:
-    from pagedjax.llm import user_cache_dir
+    from pagedjax.paths import user_cache_dir
 
     return common.cache_dir or user_cache_dir()
 

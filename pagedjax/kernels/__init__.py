@@ -1,6 +1,6 @@
 """Kernels of the paged KV cache: arrays in, arrays out; they know no request and no config file."""
 
-from pagedjax.kernels.api import IMPLEMENTATIONS, paged_attention
+from pagedjax.kernels.api import IMPLEMENTATIONS, decode_chunk_tokens, paged_attention
 from pagedjax.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
 from pagedjax.kernels.cascade import merge_states
 from pagedjax.kernels.layout import DecodeList, KVLayout, KVPool, RaggedBatch, make_pool
@@ -13,6 +13,7 @@ __all__ = [
     "KVPool",
     "RaggedBatch",
     "copy_blocks",
+    "decode_chunk_tokens",
     "gather_blocks",
     "make_pool",
     "merge_states",

@@ -8,12 +8,14 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from pagedjax.kernels import pallas_mosaic, pallas_tpu, xla
+from pagedjax.kernels import native, pallas_mosaic, pallas_tpu, xla
 from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
+from pagedjax.kernels.plan import CHUNK_TOKENS
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas_tpu": pallas_tpu.attend,
     "pallas_mosaic": pallas_mosaic.attend,
+    "native": native.attend,
     "xla": xla.attend,
 }
 
@@ -109,9 +111,16 @@ def paged_attention(
     raise NotImplementedError("; ".join(refusals))
 
 
+def decode_chunk_tokens() -> int:
+    """Keys per decode item on the device that is traced for: on CPU short ones, as rows are few and cores too."""
+    return CHUNK_TOKENS // 2 if device_class() == "cpu" else CHUNK_TOKENS
+
+
 def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if implementation is None:
         own = {"tpu": ("pallas_tpu",), "hopper": ("pallas_mosaic",)}.get(device_class(), ())
+        if native.available():
+            own = ("native",)
         return (*own, "xla")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pagedjax.kernels import native
 from pagedjax.kernels.layout import KVPool, read_rows, write_rows
 
 
@@ -29,9 +30,11 @@ def write_kv(
     for name, x in (("k", k), ("v", v)):
         if x.shape != expected:
             raise ValueError(f"{name}.shape={x.shape}: must be [T, K, H]={expected} of slots and pool")
-    rows = write_rows(layout, layer, slots // layout.block_size)
     flat = (expected[0], layout.kv_width)
     kv = jnp.concatenate([k.reshape(flat), v.reshape(flat)], axis=1).astype(pool.data.dtype)
+    if native.serves(pool):
+        return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
+    rows = write_rows(layout, layer, slots // layout.block_size)
     at = pool.data.at[rows, slots % layout.block_size, : 2 * layout.kv_width]
     return KVPool(at.set(kv, mode="drop"), layout)
 

@@ -97,7 +97,7 @@ def attend(
         work = ragged.decode_list(window)
         if work.group_row.shape[0]:
             scaled = q[: ragged.decode_bucket].astype(jnp.float32).reshape(-1, K, G, H) * scale
-            shared = xla._shared(scaled, pool, layer, ragged, work, xla._Params(scale, window, soft_cap))
+            shared = xla._shared(scaled, pool, layer, ragged, work, xla.Params(scale, window, soft_cap))
             part = xla._merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
         state = tuple(s.at[: ragged.decode_bucket].set(x) for s, x in zip(state, part))
     if ragged.tile_queries:

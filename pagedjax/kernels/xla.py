@@ -9,6 +9,8 @@ the compiled shape.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -19,12 +21,16 @@ from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
 
 # Finite, so that a chunk without a visible key gives exp(0), not NaN; real scores stay far above it.
 NEG = -1e30
-# One iteration's gathered keys, and as much again of values: they should stay in the cache.
-_GROUP_BYTES = 2 << 20
+# Of queries against some keys: acc f32[..., H] = sum of exp(s - m) * v, m = max of s, l = sum of exp(s - m).
+State = tuple[jax.Array, jax.Array, jax.Array]
+# One iteration's gathered keys, and as much again of values: both should stay in a core's L2 cache.
+_GROUP_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
-class _Params:
+class Params:
+    """What attention needs beside arrays; see `paged_attention`."""
+
     scale: float
     window: int | None
     soft_cap: float | None
@@ -40,20 +46,26 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    decode_items: Callable[..., State] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) of `paged_attention`; serves every case."""
+    """(o f[T, N, H], lse f32[T, N]) of `paged_attention`; serves every case.
+
+    Args:
+        decode_items: Works the items of the decode list in place of this module's loop; same arguments.
+    """
     T, N, H = q.shape
     K = pool.layout.num_kv_heads
-    params = _Params(scale, window, soft_cap)
+    params = Params(scale, window, soft_cap)
     queries = q.astype(jnp.float32).reshape(T, K, N // K, H) * scale
     Sd, tile = ragged.decode_bucket, ragged.tile_queries
+    decode = functools.partial(_decode, decode_items or _decode_items)
     if tile == 0:
-        acc, m, l = _decode(queries, pool, layer, ragged, params)
+        acc, m, l = decode(queries, pool, layer, ragged, params)
     else:
         shape = (T + tile, K, N // K)
         state: tuple[jax.Array, ...] = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
         if Sd:
-            part = _decode(queries[:Sd], pool, layer, ragged, params)
+            part = decode(queries[:Sd], pool, layer, ragged, params)
             state = tuple(s.at[:Sd].set(x) for s, x in zip(state, part))
         acc, m, l = (x[:T] for x in _tiles(queries, pool, layer, ragged, params, state))
     out, lse = finalise(acc.reshape(T, N, H), m.reshape(T, N), l.reshape(T, N), sinks)
@@ -133,19 +145,38 @@ def _cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _decode(
-    queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: _Params
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial state of the decode rows: acc f32[Sd, K, G, H], m and l f32[Sd, K, G].
+    decode_items: Callable[..., State],
+    queries: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    params: Params,
+) -> State:
+    """State of the decode rows: acc f32[Sd, K, G, H], m and l f32[Sd, K, G].
 
     Args:
         queries: f32[Sd, K, G, H], scaled.
     """
+    own = decode_items(queries, pool, layer, ragged, params)
+    work = ragged.decode_list(params.window)
+    if work.group_row.shape[0] == 0:
+        return own
+    shared = _shared(queries, pool, layer, ragged, work, params)
+    acc, m, l = (jnp.stack(pair, axis=1) for pair in zip(own, shared))
+    return _merge(acc, m, l)
+
+
+def _decode_items(
+    queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: Params
+) -> State:
+    """The state over each row's own items, without the chunks that its group works."""
     Sd, K, G, H = queries.shape
     work, chunk = ragged.decode_list(params.window), ragged.chunk_tokens
     lens = ragged.seq_lens[:Sd]
     size = work.row.shape[0]
     most = max(1, _GROUP_BYTES // (chunk * K * H * 4))
-    group = min(size, 1 << (most.bit_length() - 1))
+    # Few rows have few items: a wide group would gather mostly padding.
+    group = min(size, 1 << (most.bit_length() - 1), max(2, 1 << (Sd - 1).bit_length()))
     slots = -(-size // group) * group
     rows, starts = (jnp.pad(x, (0, slots - size)) for x in (work.row, work.start))
 
@@ -179,12 +210,7 @@ def _decode(
     counts = jnp.where(jnp.arange(Sd) < ragged.num_decodes, (lens + chunk - 1) // chunk - work.skip, 0)
     nth = jnp.arange(size // Sd, dtype=jnp.int32)[None, :]
     item = jnp.minimum((jnp.cumsum(counts) - counts)[:, None] + nth, slots - 1)
-    own = _merge(acc[item], jnp.where((nth < counts[:, None])[..., None, None], m[item], NEG), l[item])
-    if work.group_row.shape[0] == 0:
-        return own
-    shared = _shared(queries, pool, layer, ragged, work, params)
-    acc, m, l = (jnp.stack(pair, axis=1) for pair in zip(own, shared))
-    return _merge(acc, m, l)
+    return _merge(acc[item], jnp.where((nth < counts[:, None])[..., None, None], m[item], NEG), l[item])
 
 
 def _shared(
@@ -193,7 +219,7 @@ def _shared(
     layer: int | jax.Array,
     ragged: RaggedBatch,
     work: DecodeList,
-    params: _Params,
+    params: Params,
 ) -> tuple[jax.Array, ...]:
     """Partial state of the decode rows over their groups' shared chunks; NEG where a row is in none.
 
@@ -231,7 +257,7 @@ def _shared(
     return lax.fori_loop(0, work.num_groups, one_group, none)
 
 
-def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> State:
     """One partial state from those along axis 1; a part with m = NEG counts nothing."""
     top = m.max(axis=1)
     weight = jnp.where(m > NEG / 2, jnp.exp(m - top[:, None]), 0)
@@ -243,7 +269,7 @@ def _tiles(
     pool: KVPool,
     layer: int | jax.Array,
     ragged: RaggedBatch,
-    params: _Params,
+    params: Params,
     state: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
     """Works the tiles in token order and writes their partial states over `state`.
@@ -277,7 +303,7 @@ def _one_tile(
     first_pos: jax.Array,
     num_queries: jax.Array,
     chunk: int,
-    params: _Params,
+    params: Params,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries f32[K, G, tile, H] at positions first_pos + i over one table: acc, m, l, tile axis first."""
     K, G, size, H = q.shape

@@ -34,6 +34,7 @@ from pagedjax.models.weights import (
     restore_params,
     save_params,
 )
+from pagedjax.paths import user_cache_dir
 from pagedjax.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
@@ -77,11 +78,6 @@ NAMED_MODELS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def default_cache_dir() -> Path:
-    """Where fetched models are kept unless the caller says otherwise."""
-    return Path.home() / ".cache" / "pagedjax"
-
-
 def load_model(
     source: str | Path,
     *,
@@ -97,7 +93,7 @@ def load_model(
             safetensors and tokenizer.json, a folder that `convert` wrote, or a hub id "owner/name".
         dtype: Of the weights: float32 on CPU, bfloat16 on TPU and GPU.
         progress: True draws bars on stderr, False is silent, a callable is told (what, done, total).
-        cache_dir: Where a named model is kept; default `default_cache_dir()`.
+        cache_dir: Where a named model is kept; default the user's.
         sharding: (path, shape) of a leaf → where it lives; default the default device.
 
     Raises:
@@ -107,7 +103,7 @@ def load_model(
     with _reporter(progress) as report:
         source = str(source)
         if source in NAMED_MODELS:
-            path = fetch_named(source, cache_dir or default_cache_dir(), report)
+            path = fetch_named(source, cache_dir or user_cache_dir(), report)
             return load_gguf(path, name=source, dtype=dtype, report=report, sharding=sharding)
         path = Path(source).expanduser()
         if path.is_dir():

@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.kernels import RaggedBatch, plan_ragged
+from pagedjax.kernels.plan import CHUNK_TOKENS
 from pagedjax.request import Sequence as Sample
 from pagedjax.runtime.sampling import SamplingBatch
 from pagedjax.scheduler import StepPlan
@@ -125,6 +126,7 @@ def pack(
     block_size: int,
     table_width: int,
     windows: Sequence[Sequence[int | None]] = ((None,),),
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
@@ -134,6 +136,7 @@ def pack(
         block_size: B.
         table_width: M, the width of an empty plan's table.
         windows: Per KV group the attention windows of its layers.
+        chunk_tokens: Keys per decode item.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -158,6 +161,7 @@ def pack(
             starts + lens,
             table,
             block_size=block_size,
+            chunk_tokens=chunk_tokens,
             num_tokens_bucket=bucket.num_tokens,
             num_seqs_bucket=bucket.num_seqs,
             decode_bucket=bucket.num_decodes,

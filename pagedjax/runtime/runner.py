@@ -13,7 +13,7 @@ import numpy as np
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import StepResult
-from pagedjax.kernels import KVLayout, KVPool, make_pool
+from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
 from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
@@ -59,6 +59,7 @@ class JaxRunner:
         implementation: str | None = None,
         on_compile: Callable[[Bucket], None] | None = None,
     ) -> None:
+        native.prepare(implementation)
         self.model = model
         self.params = params
         self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
@@ -74,7 +75,11 @@ class JaxRunner:
         self._compiled: set[Bucket] = set()
         graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
         self._pack = functools.partial(
-            pack, block_size=self.block_size, table_width=self._table_width, windows=windows
+            pack,
+            block_size=self.block_size,
+            table_width=self._table_width,
+            windows=windows,
+            chunk_tokens=decode_chunk_tokens(),
         )
 
         def run_decoder(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pagedjax.kernels import IMPLEMENTATIONS, KVPool, paged_attention, plan_ragged
+from pagedjax.kernels import IMPLEMENTATIONS, KVPool, native, paged_attention, plan_ragged
 
 AXES = {
     "heads": [(4, 4), (6, 2), (4, 1), (9, 3)],
@@ -62,12 +62,19 @@ def pairwise(axes: dict[str, list]) -> list[tuple]:
 # Pallas' interpreters are slow: fewer head dims by default, and only what the kernel takes.
 AXES_OF = {
     "xla": AXES,
+    "native": AXES | {"dtype": ["float32", "bfloat16"]},
     "pallas_tpu": AXES
     | {"head_dim": [32, 64, 80, 128, 256], "block_size": [8, 16], "dtype": ["float32", "bfloat16"]},
     "pallas_mosaic": AXES
     | {"head_dim": [32, 64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},
 }
-JUDGED = [name for name in IMPLEMENTATIONS if name != "pallas_mosaic" or hasattr(plgpu, "InterpretGPUParams")]
+if native.compiler():
+    native.load()
+ABSENT = {
+    "pallas_mosaic": not hasattr(plgpu, "InterpretGPUParams"),
+    "native": native.compiler() is None,
+}
+JUDGED = [name for name in IMPLEMENTATIONS if not ABSENT.get(name)]
 PAIRWISE = [(name, case) for name in JUDGED for case in pairwise(AXES_OF[name])]
 needs_gpu_interpreter = pytest.mark.skipif(
     "pallas_mosaic" not in JUDGED,
@@ -80,9 +87,14 @@ def dtype_of(implementation: str) -> str:
     return "float16" if implementation == "pallas_mosaic" else "float32"
 
 
+@pytest.mark.skipif(ABSENT["native"], reason="native is not judged: no C++ compiler here")
+def test_the_native_kernel_is_in_the_table():
+    assert "native" in {name for name, _ in PAIRWISE}
+
+
 @needs_gpu_interpreter
 def test_the_gpu_kernel_is_in_the_table():
-    assert {"xla", "pallas_tpu", "pallas_mosaic"} == {name for name, _ in PAIRWISE}
+    assert "pallas_mosaic" in {name for name, _ in PAIRWISE}
 
 
 def run_case(build, check, implementation, case):

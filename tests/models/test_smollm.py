@@ -4,7 +4,8 @@ import pytest
 
 from pagedjax.model_config import ModelConfig
 from pagedjax.models.formats import GgufFile
-from pagedjax.models.hub import default_cache_dir, named_path
+from pagedjax.models.hub import named_path
+from pagedjax.paths import user_cache_dir
 from pagedjax.tokenizer import tokenizer_from_gguf
 
 pytestmark = pytest.mark.smollm
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.smollm
 
 @pytest.fixture(scope="module")
 def file():
-    path = named_path("smollm2-135m", default_cache_dir())
+    path = named_path("smollm2-135m", user_cache_dir())
     if not path.is_file():
         pytest.skip(f"{path}: the default model is not there; `pagedjax demo` fetches it")
     return GgufFile(path)

@@ -17,9 +17,10 @@ def torch():
 @pytest.fixture(scope="session")
 def smollm_path() -> Path:
     """The default model's GGUF file, where it was fetched before."""
-    from pagedjax.models.hub import default_cache_dir, named_path
+    from pagedjax.models.hub import named_path
+    from pagedjax.paths import user_cache_dir
 
-    path = named_path("smollm2-135m", default_cache_dir())
+    path = named_path("smollm2-135m", user_cache_dir())
     if not path.is_file():
         pytest.skip(f"{path}: the default model is not there; `pagedjax demo` fetches it")
     return path

@@ -1,0 +1,309 @@
+// Decode attention over a paged KV pool, and the write of new rows into it, for CPUs.
+//
+// A unit of work is one decode row and one chunk of its keys, all KV heads at once, because a token's
+// row of the pool is contiguous: the pool is read once, in order, block by block. Each unit leaves a
+// partial (sum of p*v, max, sum of p); a row's partials are merged in the order of its chunks. Which
+// thread works a unit never changes a result.
+//
+// Letters as in layout.py: S decode rows, K KV heads, G query heads per KV head, H head dim, M table
+// width, P blocks per layer, B tokens per block, W floats per token row.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr float kNone = -1e30f;  // the maximum over no key, as in xla.py
+constexpr int kStrip = 16;       // tokens whose scores are computed before the maximum is renewed
+
+inline float ToFloat(float x) { return x; }
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float ToFloat(BFloat16 x) {
+  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+struct Shape {
+  int64_t S, K, G, H, M, P, B, W;
+  int64_t chunk;
+  int64_t window;  // 0: none
+  float soft_cap;  // 0: none
+};
+
+// exp for x <= 0, relative error below 2e-7 and 0 below -87; a polynomial, so that the compiler vectorises it.
+inline float ExpNegative(float x) {
+  const bool tiny = x < -87.0f;
+  x = tiny ? -87.0f : x;
+  const float n = std::floor(x * 1.44269504f + 0.5f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return tiny ? 0.0f : y * scale;
+}
+
+// Up to kStrip consecutive tokens of one block against one KV head. kH: head dim known at compile time, or 0.
+template <typename T, int kH>
+void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int count, const float* __restrict q,
+           int64_t G, int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
+           float* __restrict l) {
+  const int64_t H = kH ? kH : head_dim;
+  for (int64_t g = 0; g < G; ++g) {
+    const float* __restrict query = q + g * H;
+    float p[kStrip];
+    for (int t = 0; t < count; ++t) {
+      const T* __restrict key = rows + t * width;
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t h = 0; h < H; ++h) sum += query[h] * ToFloat(key[h]);
+      p[t] = sum;
+    }
+    if (soft_cap > 0) {
+      for (int t = 0; t < count; ++t) p[t] = soft_cap * std::tanh(p[t] / soft_cap);
+    }
+    for (int t = count; t < kStrip; ++t) p[t] = kNone;
+    float top = m[g];
+#pragma omp simd reduction(max : top)
+    for (int t = 0; t < kStrip; ++t) top = p[t] > top ? p[t] : top;
+    const float shrink = ExpNegative(m[g] - top);
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int t = 0; t < kStrip; ++t) {
+      p[t] = ExpNegative(p[t] - top);
+      sum += p[t];
+    }
+    m[g] = top;
+    float* __restrict out = acc + g * H;
+    if constexpr (kH != 0) {
+      float part[kH ? kH : 1];
+      for (int h = 0; h < kH; ++h) part[h] = out[h] * shrink;
+      for (int t = 0; t < count; ++t) {
+        const T* __restrict value = rows + t * width + value_offset;
+        for (int h = 0; h < kH; ++h) part[h] += p[t] * ToFloat(value[h]);
+      }
+      for (int h = 0; h < kH; ++h) out[h] = part[h];
+    } else {
+      for (int64_t h = 0; h < H; ++h) out[h] *= shrink;
+      for (int t = 0; t < count; ++t) {
+        const T* __restrict value = rows + t * width + value_offset;
+        for (int64_t h = 0; h < H; ++h) out[h] += p[t] * ToFloat(value[h]);
+      }
+    }
+    l[g] = l[g] * shrink + sum;
+  }
+}
+
+template <typename T, int kH>
+void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* table, int64_t begin, int64_t end,
+          float* acc, float* m, float* l) {
+  const int64_t heads = s.K * s.G;
+  std::fill(acc, acc + heads * s.H, 0.0f);
+  std::fill(m, m + heads, kNone);
+  std::fill(l, l + heads, 0.0f);
+  for (int64_t pos = begin; pos < end;) {
+    const int64_t offset = pos % s.B;
+    const int count = static_cast<int>(std::min<int64_t>({s.B - offset, end - pos, int64_t{kStrip}}));
+    int64_t block = table[std::min(pos / s.B, s.M - 1)];
+    if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
+    const T* rows = layer_pool + (block * s.B + offset) * s.W;
+    for (int64_t k = 0; k < s.K; ++k) {
+      Strip<T, kH>(rows + k * s.H, s.W, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
+                   acc + k * s.G * s.H, m + k * s.G, l + k * s.G);
+    }
+    pos += count;
+  }
+}
+
+template <typename T>
+using UnitFn = void (*)(const Shape&, const float*, const T*, const int32_t*, int64_t, int64_t, float*, float*,
+                        float*);
+
+template <typename T>
+UnitFn<T> ChooseUnit(int64_t head_dim) {
+  switch (head_dim) {
+    case 32: return Unit<T, 32>;
+    case 64: return Unit<T, 64>;
+    case 80: return Unit<T, 80>;
+    case 96: return Unit<T, 96>;
+    case 128: return Unit<T, 128>;
+    case 256: return Unit<T, 256>;
+    default: return Unit<T, 0>;
+  }
+}
+
+// Runs work(0) .. work(n - 1) on the pool's threads and on the caller's; returns when all are done.
+template <typename Work>
+void ParallelFor(ffi::ThreadPool& pool, int64_t n, const Work& work) {
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  auto state = std::make_shared<State>();
+  // A helper that wakes up after the end finds no unit left and touches only `state`.
+  const Work* shared = &work;
+  auto drain = [state, shared, n] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < n;) {
+      (*shared)(i);
+      if (state->done.fetch_add(1) + 1 == n) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->all_done.notify_all();
+      }
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads() - 1, n - 1);
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(drain)(drain));
+  drain();
+  // The last units are short: spinning is cheaper than being woken.
+  for (int spin = 0; spin < 20000 && state->done.load() < n; ++spin) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done.load() >= n; });
+}
+
+struct Task {
+  int64_t row, begin, end;
+};
+
+template <typename T>
+void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T* pool, int64_t layer,
+               const int32_t* tables, const int32_t* lens, const int32_t* skip, int64_t num_rows, float* acc,
+               float* m, float* l) {
+  const int64_t heads = s.K * s.G;
+  const int64_t state = heads * (s.H + 2);
+  const T* layer_pool = pool + layer * s.P * s.B * s.W;
+  std::vector<Task> tasks;
+  std::vector<int64_t> first(s.S + 1, 0);
+  for (int64_t row = 0; row < s.S; ++row) {
+    const int64_t len = row < num_rows ? std::min<int64_t>(lens[row], s.M * s.B) : 0;
+    const int64_t behind = s.window > 0 ? std::max<int64_t>(len - s.window, 0) : 0;
+    for (int64_t at = row < num_rows ? skip[row] * s.chunk : 0; at < len; at += s.chunk) {
+      const int64_t begin = std::max(at, behind);
+      const int64_t end = std::min(at + s.chunk, len);
+      if (begin < end) tasks.push_back({row, begin, end});
+    }
+    first[row + 1] = static_cast<int64_t>(tasks.size());
+  }
+  const int64_t n = static_cast<int64_t>(tasks.size());
+  std::vector<float> parts(std::max<int64_t>(n, 1) * state);
+  const UnitFn<T> unit = ChooseUnit<T>(s.H);
+  ParallelFor(threads, n, [&](int64_t i) {
+    const Task& task = tasks[i];
+    float* part = parts.data() + i * state;
+    unit(s, q + task.row * heads * s.H, layer_pool, tables + task.row * s.M, task.begin, task.end, part,
+         part + heads * s.H, part + heads * (s.H + 1));
+  });
+  for (int64_t row = 0; row < s.S; ++row) {
+    float* out = acc + row * heads * s.H;
+    std::fill(out, out + heads * s.H, 0.0f);
+    for (int64_t head = 0; head < heads; ++head) {
+      float top = kNone;
+      for (int64_t i = first[row]; i < first[row + 1]; ++i)
+        top = std::max(top, parts[i * state + heads * s.H + head]);
+      float sum = 0;
+      for (int64_t i = first[row]; i < first[row + 1]; ++i) {
+        const float* part = parts.data() + i * state;
+        const float weight = ExpNegative(part[heads * s.H + head] - top);
+        sum += weight * part[heads * (s.H + 1) + head];
+        for (int64_t h = 0; h < s.H; ++h) out[head * s.H + h] += weight * part[head * s.H + h];
+      }
+      m[row * heads + head] = top;
+      l[row * heads + head] = sum;
+    }
+  }
+}
+
+ffi::Error Decode(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::AnyBuffer layer,
+                  ffi::AnyBuffer tables, ffi::AnyBuffer lens, ffi::AnyBuffer skip, ffi::AnyBuffer num_rows,
+                  ffi::Result<ffi::AnyBuffer> acc, ffi::Result<ffi::AnyBuffer> m, ffi::Result<ffi::AnyBuffer> l,
+                  int64_t blocks, int64_t chunk, int64_t window, float soft_cap) {
+  const auto dims = q.dimensions();
+  const auto pool_dims = pool.dimensions();
+  const Shape s{dims[0], dims[1],  dims[2],      dims[3], tables.dimensions()[1], blocks,
+                pool_dims[1], pool_dims[2], chunk, window,  soft_cap};
+  auto ints = [](ffi::AnyBuffer& b) { return static_cast<const int32_t*>(b.untyped_data()); };
+  auto floats = [](ffi::Result<ffi::AnyBuffer>& b) { return static_cast<float*>(b->untyped_data()); };
+  auto run = [&](auto* data) {
+    DecodeAll(threads, s, static_cast<const float*>(q.untyped_data()), data, ints(layer)[0], ints(tables),
+              ints(lens), ints(skip), ints(num_rows)[0], floats(acc), floats(m), floats(l));
+    return ffi::Error::Success();
+  };
+  if (pool.element_type() == ffi::F32) return run(static_cast<const float*>(pool.untyped_data()));
+  if (pool.element_type() == ffi::BF16) return run(static_cast<const BFloat16*>(pool.untyped_data()));
+  return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
+}
+
+// Rows kv[t] to slots[t] of one layer, in place; slots outside the layer are dropped.
+ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, ffi::AnyBuffer slots, ffi::AnyBuffer layer,
+                 ffi::Result<ffi::AnyBuffer> out, int64_t blocks) {
+  const auto dims = pool.dimensions();
+  const int64_t size = static_cast<int64_t>(pool.size_bytes()) / (dims[0] * dims[1] * dims[2]);
+  const int64_t row_bytes = dims[2] * size, used = kv.dimensions()[1] * size;
+  char* data = static_cast<char*>(out->untyped_data());
+  if (data != pool.untyped_data()) std::memcpy(data, pool.untyped_data(), pool.size_bytes());
+  const char* rows = static_cast<const char*>(kv.untyped_data());
+  const int32_t* slot = static_cast<const int32_t*>(slots.untyped_data());
+  const int64_t per_layer = blocks * dims[1];
+  data += static_cast<const int32_t*>(layer.untyped_data())[0] * per_layer * row_bytes;
+  for (int64_t t = 0; t < kv.dimensions()[0]; ++t) {
+    if (slot[t] >= 0 && slot[t] < per_layer) std::memcpy(data + slot[t] * row_bytes, rows + t * used, used);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxDecode, Decode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("blocks")
+                                  .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxWrite, Write,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("blocks"));

@@ -1,0 +1,233 @@
+"""Paged attention on CPUs in C++: the decode rows of a step, and the write of its keys and values.
+
+XLA on CPU gathers a row's blocks into a dense temporary before it multiplies, and starts a dozen small
+operations for each few chunks. `native.cc` reads the pool in place, once, through XLA's foreign function
+interface and on XLA's own threads. Rows of several tokens are left to `xla`: there the products dominate.
+
+The library is compiled for this very machine by its C++ compiler, once, into the user's cache folder
+(`prepare`). Where there is none, `xla` serves, and `pagedjax doctor` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.kernels import xla
+from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
+from pagedjax.paths import user_cache_dir
+
+_SOURCE = Path(__file__).with_name("native.cc")
+_TARGETS = {"pagedjax_decode": "PagedjaxDecode", "pagedjax_write": "PagedjaxWrite"}
+_X86 = platform.machine() in ("x86_64", "AMD64")
+# No -ffast-math: it would reorder the argument reduction of exp. Only the marked loops are reordered.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    *(["-mprefer-vector-width=512"] if _X86 else []),
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
+
+
+def compiler() -> str | None:
+    """The C++ compiler that `build` would call: $CXX, or the first of c++, g++ and clang++ on PATH."""
+    named = os.environ.get("CXX")
+    return (
+        shutil.which(named)
+        if named
+        else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    )
+
+
+def library_path() -> Path:
+    """Where the library of this source, jaxlib and machine lies or would lie."""
+    import jaxlib
+
+    parts = (
+        _SOURCE.read_bytes(),
+        " ".join(_FLAGS).encode(),
+        jaxlib.__version__.encode(),
+        _machine().encode(),
+    )
+    digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    return user_cache_dir() / "native" / f"pagedjax-{digest[:16]}.so"
+
+
+def build() -> Path:
+    """Compile the library unless it is there; takes seconds.
+
+    Raises:
+        RuntimeError: No compiler, or it refused the source; its output is in the message.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    found = compiler()
+    if found is None:
+        raise RuntimeError(
+            "native CPU kernel: no C++ compiler on PATH; install one (Debian: apt install g++) or set CXX"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [found, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"native CPU kernel: {' '.join(command)} failed:\n{done.stderr.strip()}")
+        made.replace(path)  # at once, so that another process never loads half a library
+    return path
+
+
+def load() -> None:
+    """Build if needed, and load. Raises as `build`."""
+    build()
+    _loaded.cache_clear()
+    _loaded()
+
+
+def needs_build() -> bool:
+    """Whether `prepare` would compile."""
+    return device_class() == "cpu" and compiler() is not None and not library_path().exists()
+
+
+def prepare(implementation: str | None = None) -> None:
+    """Load the library, built first if need be, where an engine on this machine would use it.
+
+    Args:
+        implementation: What the engine was asked for; None is the preferred order.
+
+    Raises:
+        RuntimeError: "native" was asked for and cannot be built. In the preferred order a machine without
+            a compiler is served by `xla`, and one whose compiler fails also warns.
+    """
+    if device_class() != "cpu" or implementation not in (None, "native") or _loaded():
+        return
+    if implementation is None and compiler() is None:
+        return
+    try:
+        load()
+    except (RuntimeError, OSError) as error:
+        if implementation == "native":
+            raise RuntimeError(str(error)) from None
+        warnings.warn(f"{error}; the slower xla implementation serves", RuntimeWarning, stacklevel=2)
+
+
+def available() -> bool:
+    """Whether the library is built and the program that is being traced is for the CPU."""
+    return device_class() == "cpu" and _loaded()
+
+
+@functools.cache
+def _loaded() -> bool:
+    """Loads the library if it is there; looks once per process."""
+    path = library_path()
+    if not path.exists():
+        return False
+    library = ctypes.cdll.LoadLibrary(str(path))
+    for target, symbol in _TARGETS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return True
+
+
+def _machine() -> str:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    flags = (
+        next((x for x in info.read_text().splitlines() if x.startswith("flags")), "") if info.exists() else ""
+    )
+    return f"{platform.machine()} {platform.processor()} {flags}"
+
+
+def attend(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
+
+    Raises:
+        NotImplementedError: No library is built, or the pool holds float16.
+    """
+    _require(pool)
+    return xla.attend(
+        q,
+        pool,
+        layer,
+        ragged,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        decode_items=_decode_items,
+    )
+
+
+def write(pool: KVPool, layer: int | jax.Array, kv: jax.Array, slots: jax.Array) -> KVPool:
+    """Stores rows kv [T, 2*K*H] of the pool's dtype at slots i32[T]; those outside [0, P*B) are dropped."""
+    data = jax.ffi.ffi_call(
+        "pagedjax_write",
+        jax.ShapeDtypeStruct(pool.data.shape, pool.data.dtype),
+        input_output_aliases={0: 0},
+    )(pool.data, kv, slots, jnp.asarray(layer, jnp.int32), blocks=pool.layout.num_blocks)
+    return KVPool(data, pool.layout)
+
+
+def _decode_items(
+    queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: xla.Params
+) -> xla.State:
+    """State of the decode rows over their own items: acc f32[Sd, K, G, H], m and l f32[Sd, K, G]."""
+    Sd, K, G, H = queries.shape
+    work = ragged.decode_list(params.window)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((Sd, K, G, H), (Sd, K, G), (Sd, K, G))]
+    acc, m, l = jax.ffi.ffi_call("pagedjax_decode", shapes)(
+        queries,
+        pool.data,
+        jnp.asarray(layer, jnp.int32),
+        ragged.block_tables,
+        ragged.seq_lens,
+        work.skip,
+        ragged.num_decodes,
+        blocks=pool.layout.num_blocks,
+        chunk=ragged.chunk_tokens,
+        window=params.window or 0,
+        soft_cap=np.float32(params.soft_cap or 0),
+    )
+    return acc, m, l
+
+
+def serves(pool: KVPool) -> bool:
+    """Whether `write` and `attend` can work on this pool here."""
+    return pool.data.dtype in (jnp.float32, jnp.bfloat16) and available()
+
+
+def _require(pool: KVPool) -> None:
+    if pool.data.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"native reads pools of float32 and bfloat16, not {pool.data.dtype}")
+    if not available():
+        raise NotImplementedError(
+            "native is not built for this CPU; pagedjax.kernels.native.load() builds it with a C++ compiler"
+        )

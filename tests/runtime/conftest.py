@@ -57,6 +57,9 @@ def greedy_judge(tiny) -> Callable[[list[int], int], list[int]]:
     return decode
 
 
+HOST_BLOCKS = 256  # of every runner; a manager may use fewer
+
+
 class TestRunner(JaxRunner):
     """Fills every block that nobody owns and no index names with NaN before each step, if `poison` is set.
 
@@ -117,6 +120,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         max_model_len: int = 128,
         group_blocks: Sequence[int] = (),
         host_blocks: int = 0,
+        preemption: str = "recompute",
         shuffle: int | None = None,
         poison: bool = False,
         full_ladder: bool = False,
@@ -133,7 +137,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         layouts = tuple(KVLayout(l, n, block_size, config.num_kv_heads, config.head_dim) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
-        key = (config, layouts, host_blocks, buckets.ladder, max_model_len)
+        key = (config, layouts, buckets.ladder, max_model_len)
         if key not in _runners:
             _runners[key] = TestRunner(
                 config,
@@ -142,7 +146,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
                 scheduler,
                 max_model_len=max_model_len,
                 buckets=buckets,
-                host_blocks=host_blocks,
+                host_blocks=HOST_BLOCKS,
             )
         runner = _runners[key]
         runner.manager = manager = PagedManager(
@@ -150,9 +154,11 @@ def make_engine(_runners) -> Callable[..., Engine]:
         )
         runner.poison = poison
         runner.pools = tuple(make_pool(layout, np.nan) for layout in runner.layouts)
+        for host in runner.copies.hosts:
+            host.data[:] = np.nan
         if shuffle is not None:
             _shuffle_blank_blocks(manager, shuffle)
-        limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens)
+        limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens, preemption=preemption)
         return Engine(manager, runner, limits, max_model_len=max_model_len)
 
     return make

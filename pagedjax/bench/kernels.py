@@ -1,7 +1,9 @@
-"""Decode attention of one layer: each implementation beside a dense cache, a gather of everything, and a copy.
+"""Decode attention of one layer: each implementation beside a dense cache, a gather of everything, a copy, and
+jax's own references and kernels.
 
 All candidates of a case run in turn in one process, and each figure is the best of its rounds: on a shared
 machine the ratios hold where the times do not. `gb_per_s` counts the keys and values that the step must read.
+On a GPU or TPU a round is ten calls in a row, so that what is timed is the device and not the dispatch.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.bench import rivals
 from pagedjax.kernels import IMPLEMENTATIONS, KVLayout, KVPool, RaggedBatch, paged_attention, plan_ragged
 
 Progress = Callable[[str], None]
-_FLOATS_AT_MOST = 1 << 28
+Call = Callable[[], Any]
+# One copy of the rows' keys and values; about ten stand side by side.
+_FLOATS_AT_MOST = {"cpu": 1 << 28, "tpu": 1 << 29, "gpu": 1 << 31}
+_CALLS_A_ROUND = {"cpu": 1, "tpu": 10, "gpu": 10}
 
 
 @dataclass(frozen=True)
@@ -47,27 +53,37 @@ class Case:
         return 2 * self.batch * self.context * self.heads[1] * self.head_dim
 
 
-CASES = (
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+CPU_CASES = (
     *(Case((9, 3), 64, batch, 512) for batch in (1, 8, 32)),
-    *(Case((32, 8), 128, 8, 4096, block_size=size) for size in (8, 16, 32, 64, 128, 256)),
+    *(Case((32, 8), 128, 8, 4096, block_size=size) for size in _BLOCK_SIZES),
     Case((9, 3), 64, 32, 2048 + 128, shared=2048),
     Case((32, 8), 128, 32, 2048 + 128, shared=2048),
+)
+ACCELERATOR_CASES = (
+    *(Case((32, 8), 128, 64, 4096, block_size=size) for size in _BLOCK_SIZES),
+    *(Case((9, 3), 64, 64, 4096, block_size=size) for size in (16, 64)),
+    Case((8, 1), 256, 64, 4096, block_size=64),
+    Case((32, 8), 128, 64, 2048 + 128, shared=2048, block_size=64),
 )
 
 
 def run(
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
     *,
     dtype: str | None = None,
     rounds: int = 7,
+    others: bool = True,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Measures every case with every implementation that this device runs.
 
     Args:
-        cases: Shapes. A case whose arrays would exceed 1 GiB of float32 in one copy is left out, by name.
+        cases: Shapes; None takes CPU_CASES or ACCELERATOR_CASES. A case whose keys and values would be too large
+            in one copy (1 GiB of float32 on CPU) is left out, by name.
         dtype: Of the pool; None takes float32 on CPU and bfloat16 elsewhere.
         rounds: Times each candidate runs; the best counts.
+        others: Also measure jax's references and kernels, and torch's dense attention where torch is installed.
         progress: Told what is measured next, and what is left out.
 
     Returns:
@@ -76,15 +92,20 @@ def run(
     """
     tell = progress or (lambda message: None)
     device = jax.devices()[0]
-    dtype = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    if platform == "cpu":
+        tell("no GPU or TPU here: their kernels are left out; on such a machine this command measures them")
+    if cases is None:
+        cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
     rows: list[dict[str, Any]] = []
     for case in cases:
-        if case.kv_floats > _FLOATS_AT_MOST:
+        if case.kv_floats > _FLOATS_AT_MOST[platform]:
             tell(f"left out: {case} needs {case.kv_floats * 4 / 2**30:.1f} GiB a copy")
             continue
         tell(f"{case.heads[0]}q/{case.heads[1]}kv/{case.head_dim}, batch {case.batch} × {case.context}, "
              f"blocks of {case.block_size}")  # fmt: skip
-        best = _best(_candidates(case, dtype, tell), rounds)
+        best = _best(_candidates(case, dtype, others, platform, tell), rounds, _CALLS_A_ROUND[platform])
         num_bytes = case.kv_floats * jnp.dtype(dtype).itemsize
         # A copy reads and writes its bytes.
         copy_gb_per_s = 2 * num_bytes / best.pop("copy") / 1e9
@@ -110,7 +131,7 @@ def run(
     return rows
 
 
-def _candidates(case: Case, dtype: str, tell: Progress) -> dict[str, Callable[[], jax.Array]]:
+def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progress) -> dict[str, Call]:
     """Everything to time for a case, compiled and checked against each other."""
     (N, K), H, B = case.heads, case.head_dim, case.block_size
     rng = np.random.default_rng(0)
@@ -138,7 +159,7 @@ def _candidates(case: Case, dtype: str, tell: Progress) -> dict[str, Callable[[]
         )
         return jax.tree.map(jnp.asarray, ragged)
 
-    calls: dict[str, Callable[[], jax.Array]] = {
+    calls: dict[str, Call] = {
         "copy": _call(lambda x: x + 1, kv),
         "dense": _call(lambda q, kv: _dense(q, kv[0], kv[1]), q, kv),
         "gather all": _call(
@@ -157,21 +178,27 @@ def _candidates(case: Case, dtype: str, tell: Progress) -> dict[str, Callable[[]
                 )  # fmt: skip
             except NotImplementedError as limit:
                 tell(f"{label} left out: {limit}")
+    for name in rivals.names(platform) if others else ():
+        try:
+            calls[name] = rivals.make(name, rivals.Step(q, pool, jnp.asarray(tables), case.context))
+        except Exception as limit:  # other people's code: each refuses in its own way
+            reason = str(limit).strip().partition("\n")[0]
+            tell(f"{name} left out: {type(limit).__name__} {reason[:120]}")
     _check_equal(calls)
     return calls
 
 
-def _call(fn: Callable[..., jax.Array], *args: Any) -> Callable[[], jax.Array]:
+def _call(fn: Callable[..., jax.Array], *args: Any) -> Call:
     compiled = jax.jit(fn).lower(*args).compile()
-    return lambda: jax.block_until_ready(compiled(*args))
+    return lambda: compiled(*args)
 
 
-def _check_equal(calls: dict[str, Callable[[], jax.Array]]) -> None:
+def _check_equal(calls: dict[str, Call]) -> None:
     """A candidate that computes something else is not worth timing."""
-    want = np.asarray(calls["dense"](), np.float32)
+    want = rivals.to_numpy(calls["dense"]())
     for name, call in calls.items():
         if name != "copy":
-            error = float(np.abs(np.asarray(call(), np.float32) - want).max())
+            error = float(np.abs(rivals.to_numpy(call()) - want).max())
             if not error < 3e-2:
                 raise RuntimeError(
                     f"{name}: differs from the dense result by {error:.1e}; fix it before timing it"
@@ -196,12 +223,14 @@ def _gather_all(q: jax.Array, pool: KVPool, tables: jax.Array, context: int) -> 
     return jnp.einsum("skgt,stkh->skgh", weights.astype(kv.dtype), kv[:, :, 1]).reshape(q.shape)
 
 
-def _best(calls: dict[str, Callable[[], jax.Array]], rounds: int) -> dict[str, float]:
-    """Seconds of each call's fastest round, rounds interleaved."""
+def _best(calls: dict[str, Call], rounds: int, calls_a_round: int) -> dict[str, float]:
+    """Seconds a call in each one's fastest round, rounds interleaved."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
             started = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - started)
+            for _ in range(calls_a_round):
+                result = call()
+            jax.block_until_ready(result)
+            best[name] = min(best[name], (time.perf_counter() - started) / calls_a_round)
     return best

@@ -8,26 +8,46 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pagedjax.beam import BeamSearch, Candidates, Hypothesis, check_width, reseat
 from pagedjax.cache import KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.request import (
+    MAX_END_IDS,
     CompletionOutput,
     FinishReason,
+    PositionLogprobs,
     Request,
     RequestOutput,
     SamplingParams,
     Sequence,
+    TokenLogprob,
 )
 from pagedjax.scheduler import Scheduler, StepPlan
 from pagedjax.text_stream import TextStream
+
+
+class TokenScores(NamedTuple):
+    """What the model gave to n given tokens, and the likeliest tokens in their places.
+
+    Attributes:
+        logprobs: f32[n], natural log.
+        ranks: i32[n], 1 is the likeliest.
+        top_ids: i32[n, K], best first.
+        top_logprobs: f32[n, K].
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,8 @@ class StepResult:
         top_ids: i32[Q, K], a row per sample: the likeliest tokens, best first. None where nobody asked:
             beams ask always (see `pagedjax.beam`), others with logprobs=k.
         top_logprobs: f32[Q, K], natural log, of these.
-        prompt: Per row of the plan that asked for `prompt_logprobs`, what its tokens predict.
+        prompt: Number of a row whose request asked for `prompt_logprobs` → scores of the prompt tokens at
+            positions [row.start + 1, row.start + num_tokens], as far as they are prompt.
         elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
         pack_s: Of these, seconds spent building arrays on the host.
         dispatch_s: Of these, seconds until the device call returned to the host.
@@ -54,6 +75,10 @@ class StepResult:
     pack_s: float = 0.0
     dispatch_s: float = 0.0
     copy_s: float = 0.0
+    ranks: Seq[int] = ()
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt: Mapping[int, TokenScores] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -141,6 +166,7 @@ class Engine:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, TextStream] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._seq_ids = itertools.count()
         self._num_added = 0
 
@@ -148,7 +174,12 @@ class Engine:
 
     def check(self, prompt_token_ids: Seq[int] | np.ndarray, sampling: SamplingParams) -> None:
         """Raise what `add` would raise for this prompt, without adding it."""
-        self.scheduler.check(len(prompt_token_ids), sampling.n)
+        self.scheduler.check(len(prompt_token_ids), sampling.num_sequences)
+        ends = self._end_ids(sampling)
+        if len(ends) > MAX_END_IDS:
+            raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")
+        if sampling.beam_width:
+            check_width(sampling.beam_width, len(ends))
         if sampling.stop and self._decode is None:
             raise ValueError("stop: needs a tokenizer to find strings; give stop_token_ids instead")
 
@@ -184,12 +215,15 @@ class Engine:
             seed = int(np.random.SeedSequence([self._seed, self._num_added]).generate_state(1)[0])
         self._num_added += 1
         request = Request(request_id, prompt, sampling, seed, arrival=self._clock(), priority=priority)
+        request.end_token_ids = self._end_ids(sampling)
         chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
-        for index in range(sampling.n):
+        if sampling.beam_width:
+            self._searches[request_id] = self._new_search(request)
+        for index in range(1 if sampling.beam_width else sampling.num_sequences):
             own = chain if index == 0 else chain.fork()
             seq = Sequence(next(self._seq_ids), request, index, own)
             request.sequences.append(seq)
-            if self._decode is not None:
+            if self._decode is not None and not sampling.beam_width:
                 self._streams[seq.seq_id] = TextStream(self._decode, sampling.stop)
         self._requests[request_id] = request
         self.scheduler.add(request)
@@ -214,7 +248,8 @@ class Engine:
         """Plan, run and book one step.
 
         Returns:
-            One output for each request that got a token or ended in this step.
+            One output for each request that got a token or ended in this step; of beams and best_of only
+            once they have ended.
         """
         clock = self._clock
         started = clock()
@@ -227,18 +262,29 @@ class Engine:
             if self.scheduler.config.preemption == "auto":
                 prefills = sum(row.num_tokens > 1 for row in plan.rows)
                 self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
-            for seq in self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step):
+            grown = self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step)
+            self._book_prompts(plan, result)
+            for at, seq in grown:
                 request = seq.request
-                touched[request.request_id] = request
                 if request.first_token_at is None:
                     request.first_token_at = executed
-                self._apply_stop_rules(seq)
+                if request.sampling.beam_width:
+                    seq.candidates = _candidates(result, at)
+                    self._advance_beams(request)
+                else:
+                    self._book_details(seq, result, at)
+                    self._apply_stop_rules(seq)
+                touched[request.request_id] = request
             if self.on_step is not None:
                 self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
         for seq in self.scheduler.ended:
             touched[seq.request.request_id] = seq.request
         self.scheduler.ended.clear()
-        return [self._output(request) for request in touched.values()]
+        return [
+            self._output(request)
+            for request in touched.values()
+            if not (request.live and request.sampling.waits_for_all)
+        ]
 
     def stream(
         self,
@@ -250,7 +296,14 @@ class Engine:
         """Add a request and yield its outputs as they grow; other requests advance beside it.
 
         Leaving the loop early aborts the request.
+
+        Raises:
+            ValueError: As `add`, or the request has no text before its end (beams, best_of).
         """
+        if sampling.waits_for_all:
+            raise ValueError(
+                "stream: what beam_width or best_of return is known at the end only; call generate instead"
+            )
         request_id = self.add(prompt_token_ids, sampling, extra=extra)
         try:
             finished = False
@@ -262,12 +315,17 @@ class Engine:
         finally:
             self.abort(request_id)
 
+    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        own = frozenset(sampling.stop_token_ids)
+        return own if sampling.ignore_eos else own | self._eos
+
     def _apply_stop_rules(self, seq: Sequence) -> None:
         sampling = seq.request.sampling
         token = seq.chain.tokens[-1]
-        ends = token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
+        early = seq.num_output_tokens <= sampling.min_tokens
+        ends = token in seq.request.end_token_ids and not early
         stream = self._streams.get(seq.seq_id)
-        if stream is not None and not ends and stream.push(token):
+        if stream is not None and not ends and stream.push(token, may_stop=not early):
             ends = True
         if ends:
             self.scheduler.finish(seq, FinishReason.STOP)
@@ -277,16 +335,63 @@ class Engine:
             stopped = stream is not None and stream.stopped
             self.scheduler.finish(seq, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
+    def _new_search(self, request: Request) -> BeamSearch:
+        sampling = request.sampling
+        return BeamSearch(
+            sampling.beam_width,
+            min(sampling.max_tokens, self.max_model_len - request.num_prompt_tokens),
+            sampling.length_penalty,
+            sampling.early_stopping,
+            request.end_token_ids,
+            sampling.min_tokens,
+        )
+
+    def _advance_beams(self, request: Request) -> None:
+        """One step of a beam search, once all its beams have their candidates."""
+        beams = request.sequences
+        if any(seq.candidates is None or seq.num_computed_tokens < seq.num_tokens for seq in beams):
+            return  # some are still being recomputed after a preemption
+        search = self._searches[request.request_id]
+        choices = search.advance([seq.candidates for seq in beams])
+        if search.done:
+            for seq in beams:
+                self.scheduler.finish(seq, FinishReason.STOP)
+        else:
+            reseat(request, choices, self.manager, lambda: next(self._seq_ids))
+
+    def _book_details(self, seq: Sequence, result: StepResult, at: int) -> None:
+        count = seq.request.sampling.logprobs
+        if count is not None and result.top_ids is not None and result.top_logprobs is not None:
+            own = TokenLogprob(seq.chain.tokens[-1], result.logprobs[at], result.ranks[at])
+            top = _ranked(result.top_ids[at], result.top_logprobs[at], count)
+            seq.details.append(PositionLogprobs(own, top))
+
+    def _book_prompts(self, plan: StepPlan, result: StepResult) -> None:
+        for number, scores in result.prompt.items():
+            row = plan.rows[number]
+            request = row.seq.request
+            count = request.sampling.prompt_logprobs or 0
+            for i, logprob in enumerate(scores.logprobs.tolist()):
+                position = row.start + 1 + i
+                own = TokenLogprob(request.prompt_token_ids[position], logprob, int(scores.ranks[i]))
+                top = _ranked(scores.top_ids[i], scores.top_logprobs[i], count)
+                request.prompt_details[position] = PositionLogprobs(own, top)
+
     # ----------------------------------------------------------------- output
 
     def _output(self, request: Request) -> RequestOutput:
         finished = not request.live
-        outputs = tuple(self._completion(seq) for seq in request.sequences)
+        search = self._searches.get(request.request_id)
+        outputs = self._outputs(request) if search is None else self._beam_outputs(request, search)
         if finished:
             self._requests.pop(request.request_id, None)
+            self._searches.pop(request.request_id, None)
             for seq in request.sequences:
                 self._streams.pop(seq.seq_id, None)
         first = request.first_token_at
+        prompt_logprobs = None
+        if request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = tuple(request.prompt_details.get(i) for i in range(request.num_prompt_tokens))
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -299,7 +404,16 @@ class Engine:
             num_preemptions=request.num_preemptions,
             ttft_s=None if first is None else first - request.arrival,
             latency_s=self._clock() - request.arrival if finished else None,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _outputs(self, request: Request) -> tuple[CompletionOutput, ...]:
+        outputs = tuple(self._completion(seq) for seq in request.sequences)
+        if not request.sampling.waits_for_all:
+            return outputs
+        means = {seq.index: sum(seq.logprobs) / max(len(seq.logprobs), 1) for seq in request.sequences}
+        ranked = sorted(outputs, key=lambda o: -means[o.index])  # stable: ties in sample order
+        return tuple(replace(o, score=means[o.index]) for o in ranked[: request.sampling.n])
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         stream = self._streams.get(seq.seq_id)
@@ -310,5 +424,51 @@ class Engine:
                 text = stream.text
             else:
                 text = stream.settled
-        logprobs = tuple(seq.logprobs) if seq.request.sampling.logprobs else None
-        return CompletionOutput(seq.index, text, tuple(seq.output_token_ids), seq.finish_reason, logprobs)
+        asked = seq.request.sampling.logprobs is not None
+        return CompletionOutput(
+            seq.index,
+            text,
+            tuple(seq.output_token_ids),
+            seq.finish_reason,
+            tuple(seq.logprobs) if asked else None,
+            tuple(seq.details) if asked else None,
+        )
+
+    def _beam_outputs(self, request: Request, search: BeamSearch) -> tuple[CompletionOutput, ...]:
+        """The n best, best first; a search that was cut short counts its running beams as they stand."""
+        if not request.live:
+            search.end(request.sequences[0].finish_reason or FinishReason.ABORT)
+        best = enumerate(search.finished[: request.sampling.n])
+        return tuple(self._hypothesis(request, rank, found) for rank, found in best)
+
+    def _hypothesis(self, request: Request, rank: int, found: Hypothesis) -> CompletionOutput:
+        beam, count = found.beam, request.sampling.logprobs
+        details = []
+        for token, logprob, row in zip(beam.token_ids, beam.logprobs, beam.rows):
+            place = int(np.flatnonzero(row.token_ids == token)[0])
+            top = _ranked(row.token_ids, row.logprobs, count or 0)
+            details.append(PositionLogprobs(TokenLogprob(token, logprob, place + 1), top))
+        ids = beam.token_ids
+        shown = ids[:-1] if found.reason is FinishReason.STOP else ids
+        return CompletionOutput(
+            rank,
+            self._decode(shown) if self._decode is not None else "",
+            ids,
+            found.reason,
+            beam.logprobs if count is not None else None,
+            tuple(details) if count is not None else None,
+            found.score,
+        )
+
+
+def _candidates(result: StepResult, at: int) -> Candidates:
+    if result.top_ids is None or result.top_logprobs is None:
+        raise ValueError(
+            "StepResult.top_ids: beams need a row of candidates per sample; the runner gave none"
+        )
+    return Candidates(result.top_ids[at], result.top_logprobs[at])
+
+
+def _ranked(ids: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[TokenLogprob, ...]:
+    pairs = zip(ids[:count].tolist(), logprobs[:count].tolist())
+    return tuple(TokenLogprob(token, logprob, place + 1) for place, (token, logprob) in enumerate(pairs))

@@ -308,9 +308,17 @@ class Request:
     number: int = 0
     swapped: bool = False
 
+    def __post_init__(self) -> None:
+        self.fork_at = len(self.prompt_token_ids)
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_places(self) -> int:
+        """Rows it may need in one step: beams start as one sequence and become beam_width."""
+        return max(len(self.live), self.sampling.beam_width)
 
     @property
     def live(self) -> list[Sequence]:

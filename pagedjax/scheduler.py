@@ -13,7 +13,9 @@ Policy (by priority, then first come, first served):
    preempted in this step. The first one that does not fit stops admission: nobody overtakes it.
 
 A request of n samples is admitted, preempted and resumed as one. Its prompt is computed once, by its
-first live sequence; the others fork from it at the prompt's end and copy blocks on write.
+first live sequence; the others fork from it at the prompt's end and copy blocks on write. A beam search
+starts as one sequence, holds a place for each beam, and is forked by the engine after each of its steps;
+when it comes back after a preemption, its beams fork where they part.
 """
 
 from __future__ import annotations
@@ -72,6 +74,16 @@ class StepPlan:
     def num_samples(self) -> int:
         return sum(len(row.samples) for row in self.rows)
 
+    @property
+    def num_named_blocks(self) -> int:
+        """Blocks the rows would hold if none were shared; all KV groups together."""
+        return sum(int(np.count_nonzero(table)) for table in self.tables)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks the rows hold; 1 - held / named is what sharing saves in this step."""
+        return sum(len(np.unique(table[table > 0])) for table in self.tables)
+
 
 def _insert(queue: list[Request] | deque[Request], request: Request) -> None:
     """Put a request where it belongs: the highest priority first, then the earliest."""
@@ -83,6 +95,13 @@ def _insert(queue: list[Request] | deque[Request], request: Request) -> None:
     while at and place < (-queue[at - 1].priority, queue[at - 1].number):
         at -= 1
     queue.insert(at, request)
+
+
+def _num_common(lists: list[list[int]]) -> int:
+    """Length of the prefix that all lists share."""
+    first, last = min(lists), max(lists)
+    limit = min(len(first), len(last))
+    return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
 def _is_long(row: Row) -> bool:
@@ -204,7 +223,7 @@ class Scheduler:
     @property
     def num_running_seqs(self) -> int:
         """Places taken under max_num_seqs: a request holds one for each live sample from the start."""
-        return sum(len(request.live) for request in self.running)
+        return sum(request.num_places for request in self.running)
 
     # --------------------------------------------------------------- planning
 
@@ -258,11 +277,11 @@ class Scheduler:
         while self.waiting and budget > 0:
             request = self.waiting[0]
             live = request.live
-            if len(live) > places:
+            if request.num_places > places:
                 return
             if request.swapped:
                 if self._swap_in(request):
-                    places -= len(live)
+                    places -= request.num_places
                     budget = self._start(request, rows, budget)
                     continue
                 if self.running:
@@ -287,7 +306,7 @@ class Scheduler:
                 request.miss_reason = hit.reason
                 request.matched_tokens = hit.matched_tokens
             self._run(request)
-            places -= len(live)
+            places -= request.num_places
             budget -= want
             rows.append(self._row(leader, want))
 
@@ -321,14 +340,18 @@ class Scheduler:
 
     def _look_up(self, request: Request, leader: Sequence) -> Hit:
         request.forked = len(request.live) == 1
-        # Samples fork at the prompt's end, so the hit must leave the leader a prompt token to compute.
-        limit = None if request.forked else request.num_prompt_tokens - 1
         sampling = request.sampling
+        if sampling.beam_width and not request.forked:
+            request.fork_at = _num_common([seq.chain.tokens for seq in request.live])
+        # The hit must leave the leader a token to compute before the others fork from it.
+        limit = None if request.forked else request.fork_at - 1
         left = sampling.max_tokens - leader.num_output_tokens
         known = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
         hints = Hints(
             resumed=request.num_preemptions > 0,
             max_hit_tokens=limit,
+            cache_read=sampling.prompt_logprobs is None
+            or len(request.prompt_details) >= request.num_prompt_tokens - 1,
             max_tokens=left,
             expected_tokens=left if known else None,
         )
@@ -346,8 +369,8 @@ class Scheduler:
         return live if request.forked else live[:1]
 
     def _pending(self, seq: Sequence) -> int:
-        """Tokens of `seq` still to be fed; an unforked leader stops at the prompt's end to be forked there."""
-        end = seq.num_tokens if seq.request.forked else seq.request.num_prompt_tokens
+        """Tokens of `seq` still to be fed; an unforked leader stops where it is to be forked."""
+        end = seq.num_tokens if seq.request.forked else seq.request.fork_at
         return end - seq.num_computed_tokens
 
     def _row(self, seq: Sequence, num_tokens: int) -> Row:
@@ -365,6 +388,9 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is request:
                     return False
+            elif request.sampling.beam_width:
+                self._end_for_capacity(request)  # beams are judged together
+                return False
             else:
                 # Alone and out of blocks: the last sample gives way, so that the others may finish.
                 last = request.live[-1]
@@ -408,7 +434,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- results
 
-    def update(self, plan: StepPlan, tokens: list[int], logprobs: list[float], now: float) -> list[Sequence]:
+    def update(
+        self, plan: StepPlan, tokens: list[int], logprobs: list[float], now: float
+    ) -> list[tuple[int, Sequence]]:
         """Book a step's result: index written blocks, fork samples, append tokens.
 
         Args:
@@ -418,23 +446,25 @@ class Scheduler:
             now: Logical time.
 
         Returns:
-            The sequences that got a token, in row order. Stop rules are the engine's: it calls `finish`.
+            (number of the sample in the step, its sequence) of those that live, in row order. Beams get no
+            token here: which of them go on is the engine's to find out, and so are the stop rules.
         """
-        grown: list[Sequence] = []
+        grown: list[tuple[int, Sequence]] = []
         at = 0
         for row in plan.rows:
             seq, samples = row.seq, row.samples
             if not seq.finished:
                 seq.num_computed_tokens = row.start + row.num_tokens
                 self.manager.commit(seq.seq_id, seq.num_computed_tokens, now)
-                if not seq.request.forked and seq.num_computed_tokens == seq.request.num_prompt_tokens:
+                if not seq.request.forked and seq.num_computed_tokens == seq.request.fork_at:
                     self._fork(seq)
             for sample in samples:
                 if not sample.finished:
-                    sample.chain.append(tokens[at])
-                    if logprobs:
-                        sample.logprobs.append(logprobs[at])
-                    grown.append(sample)
+                    if not sample.request.sampling.beam_width:
+                        sample.chain.append(tokens[at])
+                        if logprobs:
+                            sample.logprobs.append(logprobs[at])
+                    grown.append((at, sample))
                 at += 1
         return grown
 
@@ -464,6 +494,7 @@ class Scheduler:
         for seq in reversed(request.live):
             self._drop_sequence(seq)
             seq.num_computed_tokens = 0
+            seq.candidates = None
         request.forked = len(request.live) == 1
         request.swapped = False
 

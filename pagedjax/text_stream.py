@@ -27,15 +27,20 @@ class TextStream:
         self.text = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> bool:
-        """Add a token; True where its text completes a stop string."""
+    def push(self, token_id: int, may_stop: bool = True) -> bool:
+        """Add a token; True where its text completes a stop string.
+
+        Args:
+            token_id: The next token.
+            may_stop: False: a stop string that this token completes is text like any other.
+        """
         self._ids.append(token_id)
         before = self._decode(self._ids[self._window_start : self._shown_end])
         after = self._decode(self._ids[self._window_start :])
         if after.endswith(_BROKEN) or len(after) <= len(before):
             return False  # half a character, or nothing visible yet
         self._window_start, self._shown_end = self._shown_end, len(self._ids)
-        return self._append(after[len(before) :])
+        return self._append(after[len(before) :], may_stop)
 
     def finish(self) -> None:
         """No token follows: take what is left, broken characters included."""
@@ -45,9 +50,11 @@ class TextStream:
             self._shown_end = len(self._ids)
             self._append(after[len(before) :])
 
-    def _append(self, piece: str) -> bool:
+    def _append(self, piece: str, may_stop: bool = True) -> bool:
         searched = len(self.text)
         self.text += piece
+        if not may_stop:
+            return False
         found = [
             at for stop in self._stop if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0
         ]

@@ -51,6 +51,36 @@ def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, 
     _show(common, {"decode": rows, "first token": [first], "mixed step": [mixed]})
 
 
+@command.command("preemption")
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=_COUNT,
+    help="Tokens of the preempted request; repeatable.  [default: 16, 128, 512, 1024]",
+)
+@click.option(
+    "--rounds",
+    type=_COUNT,
+    default=5,
+    show_default=True,
+    help="Interleaved rounds; the median of each counts.",
+)
+@common_options(
+    scheduler__max_num_seqs=1,
+    scheduler__preemption="auto",
+    cache__prefix_caching=False,
+    cache__num_blocks=256,
+    cache__host_blocks=256,
+)
+def preemption(common: Common, contexts: tuple[int, ...], rounds: int) -> None:
+    """Swapping a request to the host and back beside recomputing it, and what the cost rule chooses."""
+    from pagedjax.bench import preemption as bench
+
+    rows = bench.run(common.llm(), contexts or (16, 128, 512, 1024), rounds=rounds, note=common.note)
+    _show(common, {"preemption": rows})
+
+
 @command.command("in-place")
 @common_options()
 def in_place(common: Common) -> None:

@@ -16,9 +16,11 @@ from pagedjax.engine import StepResult
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
 from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
+from pagedjax.runtime.adjust import Adjustments
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
 from pagedjax.runtime.host_pool import BlockCopies
-from pagedjax.runtime.sampling import sample_tokens
+from pagedjax.runtime.prompt_scores import PromptScores
+from pagedjax.runtime.sampling import Drawn, sample_tokens
 from pagedjax.scheduler import StepPlan
 
 Array = Any
@@ -78,6 +80,10 @@ class JaxRunner:
             pack,
             block_size=self.block_size,
             table_width=self._table_width,
+            vocab_size=model.vocab_size,
+            no_adjustments=functools.cache(
+                lambda rows: Adjustments.none(rows, model.vocab_size, max_model_len)
+            ),
             windows=windows,
             chunk_tokens=decode_chunk_tokens(),
         )
@@ -95,13 +101,13 @@ class JaxRunner:
 
         def step(
             params: dict[str, Any], pools: tuple[KVPool, ...], batch: StepBatch
-        ) -> tuple[Array, Array, tuple[KVPool, ...]]:
+        ) -> tuple[Drawn, Array, tuple[KVPool, ...]]:
             hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
-            tokens, logprobs = sample_tokens(rows, batch.sampling)
-            return tokens, logprobs, pools
+            return sample_tokens(rows, batch.sampling, batch.adjustments), hidden, pools
 
         self.step_fn = jax.jit(step, donate_argnums=1)
+        self.prompt_scores = PromptScores(functools.partial(logits, graphdef))
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -123,15 +129,20 @@ class JaxRunner:
         bucket = self.buckets.smallest(plan)
         batch = self._pack(plan, bucket)
         packed = time.perf_counter()
-        tokens, logprobs = self._dispatch(bucket, batch)
+        drawn, hidden = self._dispatch(bucket, batch)
         dispatched = time.perf_counter()
         count = plan.num_samples
-        token_list = np.asarray(tokens)[:count].tolist()
-        logprob_list = np.asarray(logprobs)[:count].tolist()
-        ended = time.perf_counter()
-        return StepResult(
-            token_list, logprob_list, ended - started, packed - copied, dispatched - packed, copied - started
-        )
+        tokens = np.asarray(drawn.tokens)[:count].tolist()
+        logprobs = np.asarray(drawn.logprobs)[:count].tolist()
+        details: dict[str, Any] = {}
+        if batch.sampling.want_logprobs:
+            details["ranks"] = np.asarray(drawn.ranks)[:count].tolist()
+            details["top_ids"] = np.asarray(drawn.top_ids)[:count]
+            details["top_logprobs"] = np.asarray(drawn.top_logprobs)[:count]
+        details["prompt"] = self.prompt_scores.of(plan, self.params, hidden)
+        elapsed = time.perf_counter() - started
+        times = (elapsed, packed - copied, dispatched - packed, copied - started)
+        return StepResult(tokens, logprobs, *times, **details)
 
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
@@ -170,13 +181,13 @@ class JaxRunner:
         """Step programs compiled so far."""
         return self.step_fn._cache_size()  # type: ignore[attr-defined]
 
-    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> tuple[Array, Array]:
+    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> tuple[Drawn, Array]:
         if bucket not in self._compiled:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add(bucket)
-        tokens, logprobs, self.pools = self.step_fn(self.params, self.pools, batch)
-        return tokens, logprobs
+        drawn, hidden, self.pools = self.step_fn(self.params, self.pools, batch)
+        return drawn, hidden
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

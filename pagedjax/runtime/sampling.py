@@ -1,17 +1,36 @@
-"""Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, per-sequence keys."""
+"""Choosing the next token on the device: greedy, temperature, filters, per-sequence keys, log-probabilities."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.request import Sequence
+from pagedjax.request import MAX_CANDIDATES, SamplingParams, Sequence
+from pagedjax.runtime.adjust import Adjustments, adjust, restored
 
 Array = Any
+
+
+class Drawn(NamedTuple):
+    """What one step says about its Q samples; all but the tokens is zero where nobody asked.
+
+    Attributes:
+        tokens: i32[Q].
+        logprobs: f32[Q], of the tokens under softmax(logits), before penalties, temperature and filters.
+        ranks: i32[Q], of the tokens under the same; 1 is the likeliest.
+        top_ids: i32[Q, min(64, V)], the likeliest tokens, best first.
+        top_logprobs: f32[Q, min(64, V)].
+    """
+
+    tokens: Array
+    logprobs: Array
+    ranks: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +46,7 @@ class SamplingBatch:
         seed: u32[Q], the request's.
         sample: i32[Q], index of the sample within its request.
         position: i32[Q], position the drawn token will have in its sequence.
-        want_logprobs: bool[], whether any row asked for log-probabilities.
+        want_logprobs: bool[], whether any row asked for log-probabilities, or is a beam.
     """
 
     temperature: Array
@@ -56,11 +75,15 @@ class SamplingBatch:
             seed=column([seq.request.seed for seq in sequences], 0, np.uint32),
             sample=column([seq.index for seq in sequences], 0, np.int32),
             position=column([seq.num_tokens for seq in sequences], 0, np.int32),
-            want_logprobs=np.array(any(p.logprobs for p in params)),
+            want_logprobs=np.array(any(_wants_logprobs(p) for p in params)),
         )
 
 
-def sample_tokens(logits: Array, batch: SamplingBatch) -> tuple[Array, Array]:
+def _wants_logprobs(p: SamplingParams) -> bool:
+    return p.logprobs is not None or p.waits_for_all
+
+
+def sample_tokens(logits: Array, batch: SamplingBatch, adjustments: Adjustments) -> Drawn:
     """Draw one token per row.
 
     The key of a row is (seed, sample, position): what is drawn depends on neither the batch nor on
@@ -70,11 +93,9 @@ def sample_tokens(logits: Array, batch: SamplingBatch) -> tuple[Array, Array]:
     Args:
         logits: f32[Q, V].
         batch: Parameters of the Q rows.
-
-    Returns:
-        tokens i32[Q], and their log-probabilities f32[Q] under softmax(logits) without temperature or
-        filters (zeros where no row asked).
+        adjustments: Penalties and biases of the Q rows.
     """
+    logits, saved = adjust(logits, adjustments)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = batch.temperature > 0.0
     filters = random & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
@@ -92,13 +113,37 @@ def sample_tokens(logits: Array, batch: SamplingBatch) -> tuple[Array, Array]:
         return jnp.where(random, drawn, greedy)
 
     tokens = jax.lax.cond(jnp.any(random), draw, lambda _: greedy, None)
+    scores = jax.lax.cond(
+        batch.want_logprobs,
+        lambda: score_tokens(restored(logits, saved, adjustments), tokens),
+        lambda: no_scores(*logits.shape),
+    )
+    return Drawn(tokens, *scores)
 
-    def logprob(_: None) -> Array:
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
 
-    zeros = jnp.zeros(tokens.shape, jnp.float32)
-    return tokens, jax.lax.cond(batch.want_logprobs, logprob, lambda _: zeros, None)
+def score_tokens(logits: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
+    """Log-probability and rank of given tokens, and the likeliest tokens: the parts of `Drawn` after `tokens`.
+
+    Args:
+        logits: f32[Q, V].
+        tokens: i32[Q].
+    """
+    total = jax.nn.logsumexp(logits, axis=-1)
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+    top, ids = jax.lax.top_k(logits, min(MAX_CANDIDATES, logits.shape[-1]))
+    return own[:, 0] - total, ranks, ids.astype(jnp.int32), top - total[:, None]
+
+
+def no_scores(rows: int, vocab: int) -> tuple[Array, Array, Array, Array]:
+    """What `score_tokens` gives where nobody asked: zeros."""
+    shape = (rows, min(MAX_CANDIDATES, vocab))
+    return (
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+    )
 
 
 def _gumbel(seed: Array, sample: Array, position: Array, size: int) -> Array:

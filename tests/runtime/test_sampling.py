@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.runtime import SamplingBatch, sample_tokens
+from pagedjax.runtime import Adjustments, SamplingBatch, sample_tokens
 
 V = 11
 
@@ -26,6 +26,11 @@ def batch(rows, **columns):
         for name, value in values.items()
     }
     return SamplingBatch(**arrays, want_logprobs=logprobs)
+
+
+def sample(logits, drawn_as, adjustments=None):
+    nothing = Adjustments.none(len(logits), V, 100)
+    return jax.jit(sample_tokens)(logits, drawn_as, nothing if adjustments is None else adjustments)
 
 
 def allowed(logits, temperature, top_k, top_p, min_p):
@@ -59,7 +64,7 @@ def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p,
     many = batch(
         rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=np.arange(rows), seed=9
     )
-    tokens, _ = jax.jit(sample_tokens)(np.tile(logits, (rows, 1)), many)
+    tokens = sample(np.tile(logits, (rows, 1)), many).tokens
     counts = np.bincount(np.asarray(tokens), minlength=V)
     assert set(np.flatnonzero(counts)) <= set(want)
     for token, p in want.items():
@@ -69,30 +74,33 @@ def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p,
 
 def test_a_row_depends_on_its_key_alone():
     logits = np.random.default_rng(0).normal(size=(6, V)).astype(np.float32)
-    draw = jax.jit(sample_tokens)
     keys = dict(seed=[1, 2, 3, 4, 5, 6], sample=[0, 0, 1, 1, 2, 2], position=[5, 6, 7, 8, 9, 10])
-    together = np.asarray(draw(logits, batch(6, **keys))[0])
+    together = np.asarray(sample(logits, batch(6, **keys)).tokens)
     order = [3, 0, 5, 1, 2, 4]
     shuffled = {name: np.asarray(value)[order] for name, value in keys.items()}
-    assert (np.asarray(draw(logits[order], batch(6, **shuffled))[0]) == together[order]).all()
+    assert (np.asarray(sample(logits[order], batch(6, **shuffled)).tokens) == together[order]).all()
     # A filter that drops nothing on a neighbour's row takes the other branch and changes nothing.
     mixed = batch(6, **keys, top_k=[0, 0, 0, 0, 0, V])
-    assert (np.asarray(draw(logits, mixed)[0]) == together).all()
+    assert (np.asarray(sample(logits, mixed).tokens) == together).all()
 
 
 def test_greedy_rows_are_argmax_beside_random_ones():
     logits = np.random.default_rng(1).normal(size=(5, V)).astype(np.float32)
     temperature = np.array([0.0, 1.0, 0.0, 5.0, 0.0], np.float32)
-    tokens, _ = jax.jit(sample_tokens)(logits, batch(5, temperature=temperature))
+    tokens = sample(logits, batch(5, temperature=temperature)).tokens
     greedy = temperature == 0
     assert (np.asarray(tokens)[greedy] == logits.argmax(-1)[greedy]).all()
 
 
 def test_logprobs_are_of_the_unfiltered_distribution():
     logits = np.random.default_rng(2).normal(size=(4, V)).astype(np.float32)
-    tokens, logprobs = jax.jit(sample_tokens)(logits, batch(4, top_k=2, temperature=0.7, want_logprobs=True))
+    drawn = sample(logits, batch(4, top_k=2, temperature=0.7, want_logprobs=True))
     full = logits.astype(np.float64)
     full -= np.log(np.exp(full).sum(-1, keepdims=True))
-    np.testing.assert_allclose(logprobs, full[np.arange(4), np.asarray(tokens)], rtol=1e-5)
-    _, none = jax.jit(sample_tokens)(logits, batch(4))
-    assert (np.asarray(none) == 0).all()
+    own = full[np.arange(4), np.asarray(drawn.tokens)]
+    np.testing.assert_allclose(drawn.logprobs, own, rtol=1e-5)
+    assert np.asarray(drawn.ranks).tolist() == (1 + (full > own[:, None]).sum(-1)).tolist()
+    order = np.argsort(-full, axis=-1)
+    assert (np.asarray(drawn.top_ids) == order).all()
+    np.testing.assert_allclose(drawn.top_logprobs, np.take_along_axis(full, order, -1), rtol=1e-5)
+    assert all((np.asarray(none) == 0).all() for none in sample(logits, batch(4))[1:])

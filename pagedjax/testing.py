@@ -46,7 +46,7 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> d
 
     They do not depend on the jax version: drawn by numpy in float32, leaf by leaf in sorted order.
     Matrices are scaled by 1 / sqrt(fan-in), norm scales lie around 1, and a tied output matrix is the
-    embedding's transpose.
+    embedding.
 
     Args:
         config: Shapes and switches.
@@ -64,11 +64,11 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> d
             values = 1 + 0.2 * values
         elif name.endswith("bias"):
             values *= 0.2
-        elif name.endswith("kernel"):
-            values /= math.sqrt(leaf.shape[0])
+        elif name.endswith("weight"):
+            values /= math.sqrt(leaf.shape[1])
         set_leaf(params, tuple(name.split("/")), values)
     if config.tie_embeddings:
-        params["lm_head"]["kernel"] = np.ascontiguousarray(params["embed"].T)
+        params["lm_head"]["weight"] = params["embed"]
     kind = numpy_dtype(dtype)
     for name, leaf in list(flat(params)):
         set_leaf(params, tuple(name.split("/")), leaf.astype(kind))

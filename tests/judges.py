@@ -19,7 +19,7 @@ def _norm(x, p, c):
 
 
 def _linear(x, p):
-    return x @ p["kernel"] + p.get("bias", 0.0)
+    return x @ p["weight"].T + p.get("bias", 0.0)
 
 
 def _act(x, name):
@@ -85,7 +85,7 @@ def numpy_forward(config, params, tokens) -> np.ndarray:
             y = _act(y, c.activation)
         y = _linear(y, w["mlp"]["down"])
         x = x + (_norm(y, w["mlp_post_norm"], c) if c.post_norms else y)
-    return _cap(_norm(x, p["final_norm"], c) @ p["lm_head"]["kernel"], c.logit_soft_cap)
+    return _cap(_norm(x, p["final_norm"], c) @ p["lm_head"]["weight"].T, c.logit_soft_cap)
 
 
 def _to64(tree):
@@ -204,16 +204,16 @@ def read_stories(path: Path):
         take(L, d_mlp, D),
         take(D),
     )
-    params = {"embed": embed, "final_norm": {"scale": final}, "lm_head": {"kernel": embed.T}}
+    params = {"embed": embed, "final_norm": {"scale": final}, "lm_head": {"weight": embed}}
     for layer in range(L):
         heads = [_half_split(q[layer], head_dim), _half_split(k[layer], head_dim), v[layer]]
         for path, leaf in {
             "attn_norm/scale": attn_norm[layer],
-            "qkv/kernel": np.concatenate(heads).T,
-            "out/kernel": out[layer].T,
+            "qkv/weight": np.concatenate(heads),
+            "out/weight": out[layer],
             "mlp_norm/scale": mlp_norm[layer],
-            "mlp/up/kernel": np.concatenate([gate[layer], up[layer]]).T,
-            "mlp/down/kernel": down[layer].T,
+            "mlp/up/weight": np.concatenate([gate[layer], up[layer]]),
+            "mlp/down/weight": down[layer],
         }.items():
             set_leaf(params, (f"layer_{layer:02d}", *path.split("/")), leaf)
     return config, jax.tree.map(np.ascontiguousarray, params)

@@ -25,6 +25,7 @@ from flax import nnx
 
 from pagedjax.models import make_decoder
 from pagedjax.models.decoder import Decoder, layer_name
+from pagedjax.models.layers import matmul_t
 from pagedjax.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -319,15 +320,16 @@ class _Products:
         def chain(params: Any, x: jax.Array) -> jax.Array:
             for layer in range(config.num_layers):
                 block = params[layer_name(layer)]
-                mixed = (x @ block["qkv"]["kernel"])[:, :width]
-                x = mixed @ block["out"]["kernel"]
-                x = (x @ block["mlp"]["up"]["kernel"])[:, : config.d_mlp] @ block["mlp"]["down"]["kernel"]
-            return x @ params["lm_head"]["kernel"]
+                mixed = matmul_t(x, block["qkv"]["weight"])[:, :width]
+                x = matmul_t(mixed, block["out"]["weight"])
+                up = matmul_t(x, block["mlp"]["up"]["weight"])[:, : config.d_mlp]
+                x = matmul_t(up, block["mlp"]["down"]["weight"])
+            return matmul_t(x, params["lm_head"]["weight"])
 
         self._chain = jax.jit(chain)
         self._params = llm.runner.params
         # Zeros: the chain has no norm that would keep numbers small, and denormals would be slow.
-        self._x = jnp.zeros((batch, config.d_model), llm.runner.params["lm_head"]["kernel"].dtype)
+        self._x = jnp.zeros((batch, config.d_model), llm.runner.params["lm_head"]["weight"].dtype)
         self._chain(self._params, self._x).block_until_ready()
 
     def best(self, times: int) -> float:

@@ -20,7 +20,17 @@ from flax import nnx
 
 from pagedjax.kernels import KVPool, RaggedBatch, paged_attention, write_kv
 from pagedjax.model_config import ModelConfig
-from pagedjax.models.layers import Linear, Mlp, Norm, param, rope_frequencies, rope_tables, rotate, soft_cap
+from pagedjax.models.layers import (
+    Linear,
+    Mlp,
+    Norm,
+    matmul_t,
+    param,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    soft_cap,
+)
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -70,7 +80,7 @@ class Decoder(nnx.Module):
         for layer in range(config.num_layers):
             setattr(self, layer_name(layer), Block(config, dtype))
         self.final_norm = Norm(config.d_model, config, dtype)
-        # Its own leaf even where it is tied: at batch 1 a product with the transposed embedding is slower.
+        # A leaf of its own even where it is tied: loaders then put the embedding's array in both places.
         self.lm_head = Linear(config.d_model, config.vocab_size, dtype)
 
     def __call__(self, tokens: Array, positions: Array, kv: Any, attend: Attend) -> tuple[Array, Any]:
@@ -96,7 +106,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """hidden f[Q, D] → f32[Q, V]."""
-        scores = jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        scores = matmul_t(hidden, self.lm_head.weight[...], jnp.float32)
         return soft_cap(scores, self.config.logit_soft_cap)
 
     def _rope(self, positions: Array) -> dict[bool, tuple[Array, Array]]:

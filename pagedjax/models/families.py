@@ -21,7 +21,7 @@ class Part:
 
     Attributes:
         name, shape: As they must be in the file.
-        transpose: The file has [out, in].
+        transpose: The file has [in, out].
         head_dim: Not 0: rows of each head pair (2i, 2i + 1); they move to (i, i + head_dim / 2).
         add: Added to every value.
         skip: Rows left out in front.
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the decoder, and the parts that lie side by side on its last axis."""
+    """One array of the decoder, and the parts that lie one after the other on its first axis."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Names:
 
     Attributes:
         qkv, up: One fused tensor, or one per projection (q, k, v; gate, up).
-        transpose: Matrices are [out, in].
+        transpose: Matrices are [in, out].
         adjacent_pairs: Rotary pairs lie side by side in the rows of q and k.
         norm_add: Norm scales are stored less this number.
         position_skip: Rows in front of the learned positions that no token uses.
@@ -73,7 +73,7 @@ class Names:
     attn_post_norm: str = ""
     mlp_post_norm: str = ""
     position_embed: str = ""
-    transpose: bool = True
+    transpose: bool = False
     adjacent_pairs: bool = False
     norm_add: float = 0.0
     position_skip: int = 0
@@ -128,7 +128,7 @@ _GPT2_HF = Names(
     down="mlp.c_proj",
     final_norm="ln_f",
     lm_head="lm_head",
-    transpose=False,
+    transpose=True,
     ignored=(".attn.bias", ".attn.masked_bias"),
     optional_prefix="transformer.",
 )
@@ -209,7 +209,7 @@ def leaves_of(config: ModelConfig, names: Names, *, tied: bool) -> list[Leaf]:
         leaves += _layer_leaves(c, names, layer)
     leaves += _norm(c, names, ("final_norm",), names.final_norm, c.d_model)
     head = names.embed if tied else names.lm_head
-    leaves.append(Leaf(("lm_head", "kernel"), vocab[::-1], (Part(f"{head}.weight", vocab, transpose=True),)))
+    leaves.append(Leaf(("lm_head", "weight"), vocab, (Part(f"{head}.weight", vocab),)))
     return leaves
 
 
@@ -245,15 +245,15 @@ def _layer_leaves(c: ModelConfig, names: Names, layer: int) -> list[Leaf]:
 def _linear(
     names: Names, path: tuple[str, ...], d_in: int, parts: list[tuple[str, int, int]], bias: bool
 ) -> list[Leaf]:
-    """Kernel (and bias) of one matrix from parts (name, width, head_dim of adjacent pairs or 0)."""
+    """Weight (and bias) of one matrix from parts (name, width, head_dim of adjacent pairs or 0)."""
     width = sum(w for _, w, _ in parts)
-    kernel = tuple(
+    weight = tuple(
         Part(
-            f"{n}.weight", (w, d_in) if names.transpose else (d_in, w), transpose=names.transpose, head_dim=p
+            f"{n}.weight", (d_in, w) if names.transpose else (w, d_in), transpose=names.transpose, head_dim=p
         )
         for n, w, p in parts
     )
-    out = [Leaf((*path, "kernel"), (d_in, width), kernel)]
+    out = [Leaf((*path, "weight"), (width, d_in), weight)]
     if bias:
         out.append(
             Leaf((*path, "bias"), (width,), tuple(Part(f"{n}.bias", (w,), head_dim=p) for n, w, p in parts))

@@ -24,15 +24,24 @@ def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
+def matmul_t(x: Array, weight: Array, dtype: jnp.dtype | None = None) -> Array:
+    """x f[T, D] times the transpose of weight f[O, D]: f[T, O], of `dtype` where given."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
 class Linear(nnx.Module):
-    """y = x W + b, with W f[d_in, d_out]: the orientation XLA:CPU reads fastest at batch 1."""
+    """y = x Wᵀ + b, with W f[d_out, d_in] as most files have it.
+
+    XLA:CPU reads it as fast as [d_in, d_out] at batch 1, 1.2 to 1.6 times as fast at 8 to 32 rows, and a
+    tied output matrix is the embedding itself.
+    """
 
     def __init__(self, d_in: int, d_out: int, dtype: jnp.dtype, bias: bool = False) -> None:
-        self.kernel = param((d_in, d_out), dtype)
+        self.weight = param((d_out, d_in), dtype)
         self.bias = param((d_out,), dtype) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = x @ self.kernel[...]
+        y = matmul_t(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...][None, :]
 
 

@@ -28,6 +28,7 @@ ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Shardin
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _CHECKPOINT_CHUNK_BYTES = 4 << 20
+_HEAD = ("lm_head", "weight")  # the embedding itself where the model ties them
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -73,9 +74,15 @@ def read_params(
     strip = min(max(sum(math.prod(leaf.shape) for leaf in leaves) // 64, 1 << 20), 64 << 20)
     params: Params = {}
     for leaf in leaves:
+        where = sharding(leaf.path, leaf.shape) if sharding else None
+        if config.tie_embeddings and leaf.path == _HEAD:
+            head = jax.device_put(params["embed"], where)  # no copy on the same device
+            set_leaf(params, leaf.path, head)
+            if report:
+                report(head.nbytes)
+            continue
         buffer = _aligned_empty(leaf.shape, kind)
         _fill(buffer, file, leaf, strip)
-        where = sharding(leaf.path, leaf.shape) if sharding else None
         set_leaf(params, leaf.path, jax.device_put(buffer, where))
         if report:
             report(buffer.nbytes)
@@ -153,6 +160,8 @@ def restore_params(
             _same_tree(path, wanted, dict(flat(checkpointer.metadata(path.absolute()).item_metadata.tree)))
             # One layer at a time: restored at once, all leaves' read buffers would be alive together.
             for key, subtree in target.items():
+                if config.tie_embeddings and key == _HEAD[0]:
+                    continue
                 part = {key: subtree}
                 args = ocp.checkpoint_utils.construct_restore_args(part)
                 request = ocp.args.PyTreeRestore(item=part, restore_args=args, partial_restore=True)
@@ -162,6 +171,9 @@ def restore_params(
     except Exception as error:  # damaged files surface as almost any type from the storage library
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
+    if config.tie_embeddings:
+        where = target[_HEAD[0]][_HEAD[1]].sharding
+        set_leaf(params, _HEAD, jax.device_put(params["embed"], where))
     return params
 
 
@@ -193,7 +205,7 @@ def set_leaf(params: Params, path: tuple[str, ...], value: Any) -> None:
 
 
 def flat(params: Params, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """("layer_00/qkv/kernel", leaf) for every leaf, in sorted order."""
+    """("layer_00/qkv/weight", leaf) for every leaf, in sorted order."""
     for key in sorted(params):
         value = params[key]
         if isinstance(value, dict):
@@ -214,10 +226,10 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf, strip_bytes: int) -> None:
-    column = 0
+    at = 0
     for part in leaf.parts:
-        width = part.shape[0] if part.transpose or len(part.shape) == 1 else part.shape[-1]
-        target = out[..., column : column + width] if len(leaf.parts) > 1 else out
+        height = part.shape[-1] if part.transpose else part.shape[0] - part.skip
+        target = out[at : at + height]
         for start, stop in _strips(part, strip_bytes):
             rows = file.rows(part.name, start, stop)
             if not np.isfinite(rows).all():
@@ -226,7 +238,7 @@ def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf, strip_bytes: int) -> No
                     "the file is damaged, download it again"
                 )
             _fill_strip(target, rows, part, start, stop)
-        column += width
+        at += height
 
 
 def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:
@@ -242,10 +254,7 @@ def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, st
         rows = rows.astype(np.float32) + np.float32(part.add)
     if part.head_dim:
         index = _half_split(np.arange(start, stop), part.head_dim)
-        if rows.ndim == 1:
-            target[index] = rows
-        else:
-            target[:, index] = rows.T
+        target[index] = rows
     elif part.transpose:
         target[:, start:stop] = rows.T
     else:

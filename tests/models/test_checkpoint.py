@@ -72,7 +72,7 @@ def test_dtype_and_sharding_are_applied_while_reading(converted):
         (dict(num_layers=3), "layer_02/attn_norm/scale is missing"),
         (dict(num_layers=1), "layer_01/attn_norm/scale is not in"),
         (dict(qkv_bias=True), "layer_00/qkv/bias is missing"),
-        (dict(d_mlp=98), r"layer_00/mlp/down/kernel has shape \(96, 64\): the config asks for \(98, 64\)"),
+        (dict(d_mlp=98), r"layer_00/mlp/down/weight has shape \(64, 96\): the config asks for \(64, 98\)"),
         (dict(d_model=32), r"embed has shape \(270, 64\)"),
     ],
 )

@@ -65,7 +65,7 @@ def test_building_allocates_no_arrays():
     )
     shapes = dict(flat(abstract_params(huge, "bfloat16")))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in shapes.values())
-    assert shapes["layer_01/qkv/kernel"].shape == (8192, (64 + 16) * 128)
+    assert shapes["layer_01/qkv/weight"].shape == ((64 + 16) * 128, 8192)
     assert shapes["embed"].dtype == "bfloat16"
     assert make_decoder(huge) == make_decoder(huge)
 
@@ -80,14 +80,14 @@ def test_leaves_are_one_per_layer_and_matrix():
             for layer in range(2)
             for leaf in (
                 "attn_norm/scale",
-                "mlp/down/kernel",
-                "mlp/up/kernel",
+                "mlp/down/weight",
+                "mlp/up/weight",
                 "mlp_norm/scale",
-                "out/kernel",
-                "qkv/kernel",
+                "out/weight",
+                "qkv/weight",
             )
         ],
-        "lm_head/kernel",
+        "lm_head/weight",
     ]
 
 

@@ -93,10 +93,10 @@ def test_gguf_one_file_and_shards_give_equal_leaves(tmp_path, write_gguf, hf_ten
     assert from_gguf.config.tie_embeddings is tied
     shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), one.params)
     assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), abstract_params(config))
-    w = one.params["layer_01"]["qkv"]["kernel"]
-    np.testing.assert_array_equal(w[:, :64].T, tensors["model.layers.1.self_attn.q_proj.weight"])
+    w = one.params["layer_01"]["qkv"]["weight"]
+    np.testing.assert_array_equal(w[:64], tensors["model.layers.1.self_attn.q_proj.weight"])
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    np.testing.assert_array_equal(one.params["lm_head"]["kernel"].T, tensors[head])
+    np.testing.assert_array_equal(one.params["lm_head"]["weight"], tensors[head])
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])
@@ -107,8 +107,8 @@ def test_stored_and_wanted_types(tmp_path, hf_tensors, stored):
     for wanted in ("float32", "bfloat16"):
         got = load_model(folder, dtype=wanted, progress=False).params
         assert {str(x.dtype) for x in jax.tree.leaves(got)} == {wanted}
-        expected = tensors["model.layers.0.mlp.down_proj.weight"].T.astype(got["embed"].dtype)
-        np.testing.assert_array_equal(np.asarray(got["layer_00"]["mlp"]["down"]["kernel"]), expected)
+        expected = tensors["model.layers.0.mlp.down_proj.weight"].astype(got["embed"].dtype)
+        np.testing.assert_array_equal(np.asarray(got["layer_00"]["mlp"]["down"]["weight"]), expected)
 
 
 def _k_quant_bytes(rng, kind, rows, values):
@@ -160,7 +160,7 @@ def test_every_quantisation_equals_the_reference(tmp_path, hf_tensors, write_ggu
         np.testing.assert_array_equal(got, want)
     if not kind.endswith("_K"):
         bits = {"F32": 0.0, "F16": 1e-3, "BF16": 8e-3, "Q8_0": 0.01}.get(kind, 0.2)
-        got = load_model(path, progress=False).params["layer_00"]["out"]["kernel"].T
+        got = load_model(path, progress=False).params["layer_00"]["out"]["weight"]
         want = tensors["model.layers.0.self_attn.o_proj.weight"]
         assert np.abs(got - want).max() <= bits * np.abs(want).max()
 

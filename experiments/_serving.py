@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,20 @@ SYSTEMS = ("orca-max", "orca-pow2", "orca-oracle", "paged")
 # vLLM's limits at the time; Orca's batching is iteration-level too, so all systems run under them.
 SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=2560, chunked_prefill=False)
 
-SHAREGPT = "data/lengths/sharegpt_8k_llama2.csv.gz"
 ALPACA = "data/lengths/alpaca_response_len_train10k.json.gz"
+ALPACA_TEXT = "data/text/alpaca_en_demo.json.gz"
+WORKLOADS = ("sharegpt", "alpaca")
 # Fig. 11: mean prompt and answer, OPT tokenizer.
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
-# Spread of the prompts (log-normal); the files hold no single-turn prompt lengths, so this is assumed.
-SIGMA = {"sharegpt": 1.2, "alpaca": 0.6}
+# The paper's single-turn ShareGPT lengths are not public here, but Fig. 2 tells how the answers spread: of 15.7K
+# slots, 7 requests of Orca (Max) hold 13.3 % for tokens still to come. A request met at a random moment has half
+# its answer to come, and is met the more often the longer its answer: so twice that is E[answer^2] / E[answer].
+SHAREGPT_TO_COME = 0.133 * KV_SLOTS / 7
+SHAREGPT_PROMPT_SIGMA = 1.2  # assumed: log-normal prompts
 LENGTH_NOTE = (
-    "answers: lengths of the named file, scaled to the mean of Fig. 11; prompts: log-normal with the mean of Fig. 11, "
-    "because the paper's single-turn prompts are not public here"
+    "ShareGPT answers: gamma with the mean of Fig. 11 and the spread that Fig. 2 implies (Orca (Max), tokens still to "
+    "come); its prompts: log-normal with the mean of Fig. 11, spread assumed, because the paper's single-turn lengths "
+    "are not public here. Alpaca: answers and prompts of the named files, scaled to the means of Fig. 11"
 )
 
 
@@ -50,21 +57,34 @@ def manager(system: str, *, block_size: int = BLOCK, prefix_caching: bool = Fals
     return ReservationManager(num_blocks=num_blocks, block_size=block_size, rule=rule, max_tokens=MAX_LEN)
 
 
+def _sharegpt(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    mean_input, mean_output = MEANS["sharegpt"]
+    variance = 2 * SHAREGPT_TO_COME / mean_output - 1  # over the squared mean
+    answers = rng.gamma(1 / variance, mean_output * variance, count)
+    sigma = SHAREGPT_PROMPT_SIGMA
+    return rng.lognormal(np.log(mean_input) - sigma**2 / 2, sigma, count), answers
+
+
+def _alpaca(rng: np.random.Generator, count: int, data: Path) -> tuple[np.ndarray, np.ndarray]:
+    mean_input, mean_output = MEANS["alpaca"]
+    answers = np.array([r.num_output for r in open_trace(data / ALPACA) if r.num_output > 0])
+    with gzip.open(data / ALPACA_TEXT, "rt", encoding="utf-8") as file:
+        prompts = np.array([len(f"{p['instruction']} {p['input']}".split()) for p in json.load(file)])
+    return (
+        rng.choice(prompts, count) * (mean_input / prompts.mean()),
+        rng.choice(answers, count) * (mean_output / answers.mean()),
+    )
+
+
 def workload(name: str, data: Path, count: int, seed: int) -> Trace:
     """Requests with the lengths of a workload; no prefix in common, all at time 0."""
-    source = open_trace(data / (SHAREGPT if name == "sharegpt" else ALPACA))
-    answers = np.array([r.num_output for r in source if r.num_output > 0])
-    mean_input, mean_output = MEANS[name]
-    sigma = SIGMA[name]
 
     def requests() -> Iterator[TraceRequest]:
         rng = np.random.default_rng(seed)
-        scale = mean_output / answers.mean()
-        for _ in range(count):
-            num_output = max(1, round(float(rng.choice(answers)) * scale))
-            num_input = max(1, round(float(rng.lognormal(np.log(mean_input) - sigma**2 / 2, sigma))))
-            num_input = min(num_input, MAX_LEN // 2)
-            yield TraceRequest(0.0, num_input, min(num_output, MAX_LEN - 1 - num_input))
+        prompts, answers = _sharegpt(rng, count) if name == "sharegpt" else _alpaca(rng, count, data)
+        for prompt, answer in zip(prompts, answers):
+            num_input = min(max(1, round(float(prompt))), MAX_LEN // 2)
+            yield TraceRequest(0.0, num_input, min(max(1, round(float(answer))), MAX_LEN - 1 - num_input))
 
     return Trace(name, "lengths", 0, False, requests, spec=f"{name},{count},{seed}")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from experiments._serving import (
     ALPACA,
+    ALPACA_TEXT,
     LENGTH_NOTE,
     MAX_LEN,
     SCHEDULER,
-    SHAREGPT,
     SYSTEMS,
     cost,
     manager,
@@ -29,7 +29,6 @@ from pagedjax.sim.simulator import simulate
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}
 BATCHES = {"sharegpt": (7.00, 9.81, 13.62, 30.42), "alpaca": (7.00, 43.24, 72.75, 132.44)}
-CALIBRATION = ("sharegpt", "paged")  # configs/hardware/a100-40gb.toml takes one constant from this figure
 TOKEN_STATES = (0.204, 0.268, 0.382, 0.963)
 SPAN_S = {"sharegpt": 600.0, "alpaca": 120.0}  # of the paper's hour: steady after a minute
 
@@ -110,9 +109,9 @@ EXPERIMENT = Experiment(
             Claim(
                 f"{name}, {system}: batched requests",
                 paper,
-                _FIG + (" (calibrates the cost model)" if (name, system) == CALIBRATION else ""),
+                _FIG,
                 _value(name, system, "batch"),
-                None if (name, system) == CALIBRATION else 0.15,
+                0.15,
             )
             for name, values in BATCHES.items()
             for system, paper in zip(SYSTEMS, values)
@@ -133,7 +132,7 @@ EXPERIMENT = Experiment(
     units=_units,
     run=_run,
     plot=_plot,
-    data=(SHAREGPT, ALPACA),
+    data=(ALPACA, ALPACA_TEXT),
     note=(
         LENGTH_NOTE
         + "; token states of the paged system are of the blocks in use. What memory alone decides (Max, Pow2) "

@@ -13,10 +13,10 @@ from typing import Any
 
 from experiments._serving import (
     ALPACA,
+    ALPACA_TEXT,
     LENGTH_NOTE,
     MAX_LEN,
     SCHEDULER,
-    SHAREGPT,
     SYSTEMS,
     cost,
     manager,
@@ -88,6 +88,6 @@ EXPERIMENT = Experiment(
     units=_units,
     run=_run,
     plot=_plot,
-    data=(SHAREGPT, ALPACA),
+    data=(ALPACA, ALPACA_TEXT),
     note=LENGTH_NOTE + "; the paper compares rates at equal latency, this table saturated rates",
 )

@@ -1,10 +1,12 @@
 """What a step would take on hardware that is not there: a roofline over its floating-point work and bytes.
 
-    step time = overhead + rows · host time per row
-                + max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
+    roof(kernel) = max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
+    step time    = overhead + rows · host time per row + roof(matrix products) + roof(attention)
 
-Bytes are the weights once, the KV that attention reads and writes, and block copies. One hardware file
-and one file of shapes give all figures; what in them is no data sheet's says so there.
+Matrix products read the weights once; attention reads and writes KV, and block copies move with it. The
+two are kernels that run one after the other, so each has its own roof: a prompt's products do not hide
+behind the reading of KV. One hardware file and one file of shapes give all figures; what in them is no
+data sheet's says so there.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class HardwareSpec:
         memory_bytes: Size of its main memory.
         compute_efficiency / bandwidth_efficiency: Share of the peaks that steps reach.
         step_overhead_s: Host work and launches per step.
-        host_s_per_row: Host work per step and sequence that the device waits for.
+        host_s_per_row: Host work per step and sequence that the device waits for; 0 unless measured.
+        host_bytes_per_s: Between device and host, one way.
+        transfer_s: Until one transfer between device and host starts; a block is two per layer (K and V).
     """
 
     name: str
@@ -42,6 +46,8 @@ class HardwareSpec:
     bandwidth_efficiency: float = 0.8
     step_overhead_s: float = 0.003
     host_s_per_row: float = 0.0
+    host_bytes_per_s: float = 25e9
+    transfer_s: float = 5e-6
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
@@ -51,6 +57,17 @@ class HardwareSpec:
         for name in ("compute_efficiency", "bandwidth_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most 1")
+
+    def times(self, devices: int) -> HardwareSpec:
+        """So many of them as one device: tensor parallelism with no cost of its own, an upper bound."""
+        return replace(
+            self,
+            name=f"{devices} x {self.name}",
+            flops_per_s=self.flops_per_s * devices,
+            bytes_per_s=self.bytes_per_s * devices,
+            memory_bytes=self.memory_bytes * devices,
+            host_bytes_per_s=self.host_bytes_per_s * devices,
+        )
 
     @classmethod
     def from_toml(cls, path: str | Path) -> HardwareSpec:
@@ -121,10 +138,12 @@ def _from_dict(cls: Any, values: dict[str, Any], where: str) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step computes and moves."""
+    """What one step computes and moves, in matrix products and in attention (block copies included)."""
 
     flops: float
     bytes: float
+    attention_flops: float = 0.0
+    attention_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,20 +172,56 @@ class CostModel:
             read += row.start + count
             pairs += count * (row.start + (count + 1) / 2)
         head = model.vocab_size * model.d_model
-        flops = 2.0 * model.layer_parameters * tokens + 2.0 * head * samples
-        flops += 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
-        moved = (model.layer_parameters + head) * model.itemsize
-        moved += (read + tokens) * model.kv_bytes_per_token
-        moved += 2 * plan.copies.num_copies * self.block_size * model.kv_bytes_per_token
-        return Work(flops, float(moved))
+        cow = sum(len(batch.src) for batch in plan.copies.batches if batch.kind == "cow")
+        return Work(
+            flops=2.0 * model.layer_parameters * tokens + 2.0 * head * samples,
+            bytes=float((model.layer_parameters + head) * model.itemsize),
+            attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
+            attention_bytes=float((read + tokens + 2 * cow * self.block_size) * model.kv_bytes_per_token),
+        )
+
+    def swap_s(self, num_blocks: int) -> float:
+        """Seconds to move blocks between device and host, each layer's K and V by itself."""
+        spec, model = self.hardware, self.model
+        transfers = 2 * model.num_layers * num_blocks
+        num_bytes = num_blocks * self.block_size * model.kv_bytes_per_token
+        return transfers * spec.transfer_s + num_bytes / spec.host_bytes_per_s
+
+    def copy_s(self, plan: StepPlan) -> float:
+        """Seconds of a plan's transfers between device and host."""
+        return self.swap_s(sum(len(batch.src) for batch in plan.copies.batches if batch.kind != "cow"))
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds a plan takes."""
         spec, work = self.hardware, self.work(plan)
-        compute = work.flops / (spec.flops_per_s * spec.compute_efficiency)
-        memory = work.bytes / (spec.bytes_per_s * spec.bandwidth_efficiency)
-        host = spec.step_overhead_s + spec.host_s_per_row * len(plan.rows)
-        return host + max(compute, memory)
+        compute = spec.flops_per_s * spec.compute_efficiency
+        memory = spec.bytes_per_s * spec.bandwidth_efficiency
+        products = max(work.flops / compute, work.bytes / memory)
+        attention = max(work.attention_flops / compute, work.attention_bytes / memory)
+        host = spec.step_overhead_s + spec.host_s_per_row * len(plan.rows) + self.copy_s(plan)
+        return host + products + attention
+
+    def decode_steps_s(self, rows: int, cached: int, count: int) -> np.ndarray:
+        """Seconds of each of `count` steps that decode the same rows; equal to `step_s` of each.
+
+        Args:
+            rows: Sequences, one token each.
+            cached: KV that the first of the steps finds, over all rows.
+            count: Steps.
+
+        Returns:
+            f64[count].
+        """
+        spec, model = self.hardware, self.model
+        compute = spec.flops_per_s * spec.compute_efficiency
+        memory = spec.bytes_per_s * spec.bandwidth_efficiency
+        head = model.vocab_size * model.d_model
+        flops = 2.0 * model.layer_parameters * rows + 2.0 * head * rows
+        products = max(flops / compute, float((model.layer_parameters + head) * model.itemsize) / memory)
+        read = cached + rows * np.arange(1, count + 1)
+        scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
+        attention = np.maximum(scores, (read + rows) * model.kv_bytes_per_token / memory)
+        return spec.step_overhead_s + spec.host_s_per_row * rows + 0.0 + products + attention
 
     def kv_blocks(self, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with the share `reserve` of the memory left for the rest."""
@@ -202,14 +257,16 @@ def calibrate(
         raise ValueError(
             f"{len(works)} works, {len(rows)} rows, {len(seconds)} times: must be equally many, at least 8"
         )
-    compute = np.array([w.flops for w in works]) / peaks.flops_per_s
-    memory = np.array([w.bytes for w in works]) / peaks.bytes_per_s
+    # [kernel, step]: seconds at the peaks.
+    compute = np.array([[w.flops for w in works], [w.attention_flops for w in works]]) / peaks.flops_per_s
+    memory = np.array([[w.bytes for w in works], [w.attention_bytes for w in works]]) / peaks.bytes_per_s
     ones, count = np.ones(len(works)), np.array(rows, dtype=float)
     scale_c, scale_m = 1 / peaks.compute_efficiency, 1 / peaks.bandwidth_efficiency
     overhead, per_row = peaks.step_overhead_s, peaks.host_s_per_row
     for _ in range(50):
         bound = compute * scale_c > memory * scale_m
-        columns = np.stack([ones, count, np.where(bound, compute, 0.0), np.where(bound, 0.0, memory)], axis=1)
+        under = [np.where(bound, compute, 0.0).sum(axis=0), np.where(bound, 0.0, memory).sum(axis=0)]
+        columns = np.stack([ones, count, *under], axis=1)
         used = np.asarray(columns.any(axis=0))
         fit = np.zeros(4)
         fit[used] = np.linalg.lstsq(columns[:, used], np.array(seconds), rcond=None)[0]

@@ -1,22 +1,23 @@
 """The engine with another runner: a trace played on a virtual clock.
 
-Scheduler, engine and manager are the real ones. `SimRunner` answers each plan with the trace's own
-output tokens and advances the clock by what the cost model says; nothing else differs from decoding.
+Scheduler, engine, manager and beam search are the real ones. `SimRunner` answers each plan with the trace's
+own output tokens, or with drawn candidates for beams, and advances the clock by what the cost model says;
+nothing else differs from decoding.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pagedjax.cache import Hints, Hit, TokenChain
+from pagedjax.beam import num_candidates
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.request import Request, RequestOutput, SamplingParams
 from pagedjax.scheduler import StepPlan
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize
@@ -25,6 +26,7 @@ from pagedjax.sim.trace import Trace, TraceRequest
 # Tokens that stand for content a trace does not identify: i32, out of the way of ids and vocabularies.
 _OWN_PROMPT = 1 << 29
 _OWN_ANSWER = 1 << 30
+_MOST_SKIPPED = 4096
 
 
 class Clock:
@@ -45,6 +47,9 @@ class SimRunner:
         step_s: Seconds a plan takes.
         clock: Advanced by it.
         answers: (request id, sample, position in the answer) → token.
+        candidates: Candidates that beams choose from; None where there are no beams.
+        block_bytes: Bytes of a block; only preemption = auto weighs them.
+        copy_s: Seconds of a plan's transfers between device and host, a part of `step_s`.
     """
 
     def __init__(
@@ -54,12 +59,18 @@ class SimRunner:
         step_s: Callable[[StepPlan], float],
         clock: Clock,
         answers: Callable[[str, int, int], int],
+        candidates: DrawnCandidates | None = None,
+        block_bytes: tuple[int, ...] = (),
+        copy_s: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._step_s = step_s
         self._clock = clock
         self._answers = answers
+        self._candidates = candidates
+        self.block_bytes = block_bytes
+        self._copy_s = copy_s
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Advance the clock and answer."""
@@ -71,28 +82,47 @@ class SimRunner:
             for row in plan.rows
             for s in row.samples
         ]
-        return StepResult(tokens, [], elapsed)
+        if self._candidates is None:
+            return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan))
+        ids, logprobs = self._candidates.rows(len(tokens))
+        return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan), top_ids=ids, top_logprobs=logprobs)
 
 
-class _Told:
-    """A manager that is told each sequence's output length, as the trace knows it (Orca's Oracle)."""
+class DrawnCandidates:
+    """Next tokens of beams, drawn: what a model's distributions do to the shape of a search, without one.
 
-    def __init__(self, manager: Any, lengths: dict[int, int]) -> None:
-        self._manager = manager
-        self._lengths = lengths
-        # What every step calls is bound here: looking it up through __getattr__ costs more than some calls.
-        for name in ("reserve", "commit", "release", "tables", "take_copies", "fork", "num_copies"):
-            setattr(self, name, getattr(manager, name))
+    The gap in log-probability from one candidate to the next is exponential with mean `gap`, the likeliest
+    has what is left of the probability; every beam draws for itself.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
+    Args:
+        count: Candidates per beam.
+        gap: Mean gap in nats; a small one lets beams part, a large one makes the best beam's children win.
+        seed: Of the draws.
+    """
 
-    def begin(self, seq: int, chain: TokenChain, hints: Hints = Hints()) -> Hit:
-        # What a resumed sequence generated before is part of its chain now.
-        prompt, output = divmod(self._lengths[seq], 1 << 32)
-        left = max(output - max(len(chain) - prompt, 0), 1)
-        hit: Hit = self._manager.begin(seq, chain, replace(hints, expected_tokens=left))
-        return hit
+    def __init__(self, count: int, gap: float, seed: int) -> None:
+        self._count = count
+        self._gap = gap
+        self._rng = np.random.default_rng(seed)
+
+    def rows(self, num: int) -> tuple[np.ndarray, np.ndarray]:
+        """i32[num, K] ids and f32[num, K] log-probabilities, best first."""
+        gaps = self._rng.exponential(self._gap, (num, self._count))
+        gaps[:, 0] = 0.0
+        scores = -np.cumsum(gaps, axis=1)
+        scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        ids = np.broadcast_to(np.arange(self._count, dtype=np.int32), scores.shape)
+        return ids, scores.astype(np.float32)
+
+
+_UNDER_WAY = RequestOutput("", (), (), False, 0, "", 0, 0, 0)
+
+
+class _Quiet(Engine):
+    """The engine, which builds no output of a request under way: here nobody reads it."""
+
+    def _output(self, request: Request) -> RequestOutput:
+        return _UNDER_WAY if request.live else super()._output(request)
 
 
 class Prompts:
@@ -119,6 +149,21 @@ class Prompts:
         return own
 
 
+@dataclass(frozen=True)
+class Beams:
+    """Every request is a beam search.
+
+    Attributes:
+        width: Beams.
+        gap: Mean gap in nats between one candidate and the next (`DrawnCandidates`).
+        seed: Of the draws.
+    """
+
+    width: int
+    gap: float = 1.0
+    seed: int = 0
+
+
 @dataclass
 class Simulation:
     """What a simulated run did.
@@ -131,6 +176,7 @@ class Simulation:
         plan_hash: sha256 over every plan's rows and tables: equal plans, equal hash.
         sampled: Values of the `watch` hook averaged over busy time.
         refused: Requests that could never run.
+        num_swaps: Preemptions that moved blocks to the host.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -140,6 +186,7 @@ class Simulation:
     plan_hash: str = ""
     sampled: dict[str, float] = field(default_factory=dict)
     refused: int = 0
+    num_swaps: int = 0
 
     def summary(self, **limits: float) -> Summary:
         return summarize(self.records, **limits)
@@ -167,30 +214,39 @@ class _Run:
         config: SchedulerConfig,
         max_model_len: int,
         n: int,
+        beams: Beams | None,
         watch: Callable[[StepPlan], dict[str, float]] | None,
         hash_plans: bool,
+        block_bytes: tuple[int, ...],
+        copy_s: Callable[[StepPlan], float],
     ) -> None:
         self.clock = Clock()
-        self.lengths: dict[int, int] = {}
         self.live: dict[str, tuple[TraceRequest, float]] = {}
         self.admitted: dict[str, float] = {}
         self.result = Simulation()
         self.prompts = Prompts(trace)
         self.n = n
-        self.next_seq = 0
+        self.beams = beams
         self.number = 0
         self._watch = watch
         self._hasher = hashlib.sha256() if hash_plans else None
         self._step_s = step_s
-        runner = SimRunner(manager.num_blocks, manager.block_size, self._timed, self.clock, self._answer)
-        told = _Told(manager, self.lengths)
-        self.engine = Engine(
-            told,
-            runner,
-            config,
-            max_model_len=max_model_len,
-            clock=self.clock,
+        drawn = (
+            DrawnCandidates(num_candidates(beams.width, 0), beams.gap, beams.seed)
+            if beams is not None
+            else None
         )
+        runner = SimRunner(
+            manager.num_blocks,
+            manager.block_size,
+            self._timed,
+            self.clock,
+            self._answer,
+            drawn,
+            block_bytes,
+            copy_s,
+        )
+        self.engine = _Quiet(manager, runner, config, max_model_len=max_model_len, clock=self.clock)
 
     def _answer(self, request_id: str, sample: int, position: int) -> int:
         request, _ = self.live[request_id]
@@ -218,15 +274,20 @@ class _Run:
         name = str(self.number)
         tokens = self.prompts.tokens(self.number, request)
         self.number += 1
-        sampling = SamplingParams(max_tokens=max(request.num_output, 1), n=self.n, ignore_eos=True, seed=0)
+        width = self.beams.width if self.beams is not None else 0
+        # The engine tells the manager how long an answer will be where nothing can end it early (Orca's Oracle).
+        sampling = SamplingParams(
+            max_tokens=max(request.num_output, 1),
+            n=width or self.n,
+            beam_width=width,
+            ignore_eos=True,
+            seed=0,
+        )
         try:
             self.engine.check(tokens, sampling)
         except ValueError:
             self.result.refused += 1
             return
-        for _ in range(self.n):
-            self.lengths[self.next_seq] = (request.num_input << 32) | sampling.max_tokens
-            self.next_seq += 1
         self.live[name] = (request, request.arrival_s)
         self.engine.add(tokens, sampling, request_id=name)
 
@@ -234,6 +295,46 @@ class _Run:
         for output in self.engine.step():
             if output.finished:
                 self._book(output)
+
+    def skip(self, cost: CostModel, until_s: float) -> None:
+        """Run the decode steps in which nothing can happen but the next token, without planning each.
+
+        Nothing waits that could be admitted, no answer ends, no block fills and nothing arrives before
+        `until_s`; then every step reserves inside blocks that are there, and books one token per row.
+        """
+        scheduler = self.engine.scheduler
+        running = scheduler.running
+        if not running or (scheduler.waiting and scheduler.num_running_seqs < scheduler.config.max_num_seqs):
+            return
+        size, cached, count = scheduler.manager.block_size, 0, _MOST_SKIPPED
+        for request in running:
+            seq = request.sequences[0]
+            done, length = seq.num_computed_tokens, len(seq.chain)
+            if length - done != 1 or done % size == 0:
+                return
+            cached += done
+            left = request.sampling.max_tokens - (length - request.num_prompt_tokens)
+            count = min(count, left - 1, size - done % size - 1, scheduler.max_model_len - length - 1)
+        if count < 1:
+            return
+        rows = len(running)
+        elapsed = cost.decode_steps_s(rows, cached, count)
+        ends = np.cumsum(np.concatenate([[self.clock.now], elapsed]))
+        count = int(np.searchsorted(ends[:-1], until_s, side="left"))  # steps that begin before it
+        if count < 1:
+            return
+        scheduler.step += count
+        for request in running:
+            seq = request.sequences[0]
+            first = seq.num_output_tokens
+            seq.chain.extend([self._answer(request.request_id, 0, first + i) for i in range(count)])
+            seq.num_computed_tokens += count
+            scheduler.manager.commit(seq.seq_id, seq.num_computed_tokens, scheduler.step)
+        busy = float(ends[count] - ends[0])
+        self.clock.now = float(ends[count])
+        self.result.num_steps += count
+        self.result.busy_s += busy
+        self.result.batch += busy * rows
 
     def _book(self, output: RequestOutput) -> None:
         name = output.request_id
@@ -262,9 +363,14 @@ class _Run:
         result = self.result
         busy = result.busy_s or 1.0
         result.batch /= busy
+        result.num_swaps = self.engine.scheduler.num_swaps
         result.sampled = {k: v / busy for k, v in result.sampled.items()}
         result.plan_hash = self._hasher.hexdigest() if self._hasher is not None else ""
         return result
+
+
+def _nothing(plan: StepPlan) -> float:
+    return 0.0
 
 
 def simulate(
@@ -275,29 +381,43 @@ def simulate(
     *,
     max_model_len: int,
     n: int = 1,
+    beams: Beams | None = None,
     until_s: float = float("inf"),
     watch: Callable[[StepPlan], dict[str, float]] | None = None,
     hash_plans: bool = False,
+    skip: bool = True,
 ) -> Simulation:
     """Play a trace through the real engine on a virtual clock.
 
     Args:
         trace: Requests in order of arrival.
-        manager: Any cache manager; it is told output lengths (`Hints.expected_tokens`), which only the
-            Oracle and Pow2 reservations read.
+        manager: Any cache manager.
         cost: A cost model, or seconds of a plan.
         config: Limits of one step.
         max_model_len: Longest sequence in tokens.
         n: Samples per request.
+        beams: Decode with beam search instead.
         until_s: Stop then; requests still running are left out of the records.
         watch: Called with each plan; its values are averaged over busy time.
         hash_plans: Hash every plan, to compare two runs.
+        skip: Do not plan decode steps in which nothing but the next token can happen; same records, much
+            sooner. Needs a cost model and one sample per request, and gives way to `watch` and `hash_plans`.
 
     Returns:
         Records and totals.
     """
-    step_s = cost.step_s if isinstance(cost, CostModel) else cost
-    run = _Run(trace, manager, step_s, config, max_model_len, n, watch, hash_plans)
+    step_s: Callable[[StepPlan], float]
+    copy_s: Callable[[StepPlan], float] = _nothing
+    block_bytes: tuple[int, ...] = ()
+    if isinstance(cost, CostModel):
+        step_s, copy_s = cost.step_s, cost.copy_s
+        block_bytes = (manager.block_size * cost.model.kv_bytes_per_token,)
+    else:
+        step_s = cost
+    run = _Run(
+        trace, manager, step_s, config, max_model_len, n, beams, watch, hash_plans, block_bytes, copy_s
+    )
+    skips = skip and not (watch is not None or hash_plans or n > 1 or beams is not None)
     coming = iter(trace)
     request = next(coming, None)
     while (request is not None or run.engine.has_work) and run.clock.now < until_s:
@@ -308,4 +428,6 @@ def simulate(
             request = next(coming, None)
         if run.engine.has_work:
             run.step()
+            if isinstance(cost, CostModel) and skips:
+                run.skip(cost, min(until_s, request.arrival_s if request is not None else until_s))
     return run.finish()

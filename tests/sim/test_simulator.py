@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from pagedjax.scheduler import StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
-from pagedjax.sim.simulator import Clock, Prompts, hash_plan, simulate
+from pagedjax.sim.simulator import Beams, Clock, Prompts, hash_plan, simulate
 from pagedjax.sim.synth import agents, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -180,6 +181,66 @@ def test_B113_computed_and_hit_tokens_are_the_tokens_needed() -> None:
     assert tight.summary().requests_per_s <= roomy.summary().requests_per_s
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_skipped_steps_change_nothing(seed: int) -> None:
+    """Same times, hits, preemptions and books with and without planning the steps where nothing happens."""
+    spec = HardwareSpec.from_toml(ROOT / "configs" / "hardware" / "h100-80gb.toml")
+    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "llama-3-8b"), BLOCK)
+    rng = np.random.default_rng(seed)
+    rows = [
+        TraceRequest(0.02 * t, len(p), n, token_ids=np.array(p, np.int32)) for t, p, n in _workload(seed)
+    ] + [TraceRequest(0.4 + float(rng.random()), 9, 60)]
+    runs, stats = [], []
+    for skip in (False, True):
+        manager = PagedManager(num_blocks=31, block_size=(4, 16)[seed % 2], policy=("lru", "lfu")[seed % 2])
+        runs.append(simulate(_trace(rows), manager, cost, CONFIG, max_model_len=MAX_LEN, skip=skip))
+        manager.check_invariants()
+        stats.append(vars(manager.stats))
+    plain, skipped = runs
+    assert plain.records == skipped.records and stats[0] == stats[1]
+    assert (plain.num_steps, plain.refused) == (skipped.num_steps, skipped.refused)
+    assert skipped.batch == pytest.approx(plain.batch)
+
+
+def test_beams_draw_share_and_end() -> None:
+    trace = target_sharing(4, prompt_tokens=40, output_tokens=12, share=0.0, seed=4)
+    saved = []
+    for gap in (0.1, 3.0):
+        manager = PagedManager(num_blocks=400, block_size=8)
+        result = simulate(
+            trace,
+            manager,
+            _second,
+            CONFIG,
+            max_model_len=96,
+            beams=Beams(3, gap),
+            watch=lambda plan: {"named": plan.num_named_blocks, "held": plan.num_held_blocks},
+        )
+        manager.check_invariants()
+        assert sum(r.num_output for r in result.records) == 3 * sum(r.num_output for r in trace)
+        assert manager.num_free == manager.num_usable
+        saved.append(1 - result.sampled["held"] / result.sampled["named"])
+    assert min(saved) > 0 and max(saved) < 2 / 3
+
+
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+def test_preempted_requests_swap_on_the_clock(mode: str) -> None:
+    spec = HardwareSpec.from_toml(ROOT / "configs" / "hardware" / "a100-40gb.toml")
+    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "opt-13b"), BLOCK)
+    rows = [TraceRequest(0.0, 20, 40) for _ in range(6)]
+    config = SchedulerConfig(max_num_seqs=6, token_budget=128, preemption=mode)
+    spans = []
+    for transfer_s in (spec.transfer_s, 100 * spec.transfer_s):
+        slow = CostModel(replace(spec, transfer_s=transfer_s), cost.model, BLOCK)
+        manager = PagedManager(num_blocks=41, block_size=BLOCK, host_blocks=80)
+        result = simulate(_trace(rows, 0), manager, slow, config, max_model_len=MAX_LEN)
+        assert len(result.records) == 6 and sum(r.num_preemptions for r in result.records) > 0
+        spans.append(result.summary().span_s)
+        if mode == "swap":
+            assert result.num_swaps > 0
+    assert spans[1] > spans[0] if mode == "swap" else spans[1] >= spans[0]
+
+
 def test_infinite_pool_hits_what_the_replay_counts() -> None:
     """One after another, the engine hits what `replay` counts under the engine's rules."""
     for trace in (chat(15, seed=1), agents(2, turns=8, seed=1, tool_tokens=200, system_tokens=60)):
@@ -314,7 +375,9 @@ def test_roofline_has_both_roofs() -> None:
     simulate(trace, manager, step_s, config, max_model_len=5000)
     (prefill, long), (decode, short), _ = plans
     weights = (model.layer_parameters + model.vocab_size * model.d_model) * 2
-    assert short == pytest.approx((weights + 4098 * model.kv_bytes_per_token) / 1e12, rel=1e-6)
+    assert short == pytest.approx(
+        (weights + 4098 * model.kv_bytes_per_token) / 1e12, rel=1e-6
+    )  # both on memory
     linear = 2 * model.layer_parameters * 4096
     scores = 4 * model.num_layers * model.num_heads * model.head_dim * 4096 * 4097 / 2
     assert long == pytest.approx((linear + scores + 2 * model.vocab_size * model.d_model) / 100e12, rel=1e-6)
@@ -326,12 +389,21 @@ def test_calibration_recovers_what_made_the_steps() -> None:
     truth = HardwareSpec("x", 100e12, 1e12, 80e9, 0.45, 0.7, 0.004, 0.0002)
     rng = np.random.default_rng(0)
     works = [
-        Work(float(f), float(b)) for f, b in zip(rng.uniform(1e11, 5e13, 80), rng.uniform(1e9, 4e11, 80))
+        Work(*map(float, w))
+        for w in zip(*(rng.uniform(*ends, 80) for ends in ((1e11, 5e13), (1e9, 4e11)) * 2))
     ]
     rows = rng.integers(1, 64, 80).tolist()
-    compute = [w.flops / (truth.flops_per_s * truth.compute_efficiency) for w in works]
-    memory = [w.bytes / (truth.bytes_per_s * truth.bandwidth_efficiency) for w in works]
-    seconds = [0.004 + 0.0002 * n + max(c, m) for n, c, m in zip(rows, compute, memory)]
+    compute, memory = (
+        truth.flops_per_s * truth.compute_efficiency,
+        truth.bytes_per_s * truth.bandwidth_efficiency,
+    )
+    seconds = [
+        0.004
+        + 0.0002 * n
+        + max(w.flops / compute, w.bytes / memory)
+        + max(w.attention_flops / compute, w.attention_bytes / memory)
+        for n, w in zip(rows, works)
+    ]
     start = HardwareSpec("x", 100e12, 1e12, 80e9)
     found = calibrate(start, works, rows, seconds)
     for name in ("compute_efficiency", "bandwidth_efficiency", "step_overhead_s", "host_s_per_row"):

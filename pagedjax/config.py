@@ -193,11 +193,14 @@ class RuntimeConfig:
         compilation_cache_dir: Folder where compiled programs are kept between runs; "" is the user's
             cache folder, "off" keeps none.
         seed: Root of the per-request seeds where a request gives none.
+        checked: Assert on the device, before each step, that it writes only blocks held by one sequence and
+            not indexed, and reads only within its tables. Costs a small program a step; for hunting faults.
     """
 
     implementation: str = ""
     compilation_cache_dir: str = ""
     seed: int = 0
+    checked: bool = False
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")

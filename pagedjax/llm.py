@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.cache import ExtraKeys, KVGroup
+from pagedjax.cache import ExtraKeys, KVGroup, PagedManager, TokenChain
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.managers import make_manager, size_groups
@@ -18,6 +18,7 @@ from pagedjax.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
+    from pagedjax.runtime.snapshot import Owner
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 Prompt = str | Sequence[int]
@@ -81,8 +82,11 @@ class LLM:
                 "lower it"
             )
         self.config = config
+        self.model_name = loaded.name
         self.max_model_len = length
+        self._weights: str | None = None  # digest, once it is asked for
         groups, layouts = _plan_pools(loaded.config, config, length)
+        self._kv_groups = groups
         _check_memory(sum(layout.num_bytes for layout in layouts), layouts[0].num_blocks)
         self.manager = make_manager(
             config.cache,
@@ -101,6 +105,7 @@ class LLM:
             host_blocks=config.cache.host_blocks,
             implementation=config.runtime.implementation or None,
             on_compile=on_compile,
+            writable=self.manager.writable if config.runtime.checked else None,
         )
         self.engine = Engine(
             self.manager,
@@ -174,6 +179,75 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield one prompt's output as it grows; leaving the loop early aborts the request."""
         return self.engine.stream(self.encode(prompt), sampling, extra=extra)
+
+    def save_cache(
+        self, path: str | Path, prompts: Prompt | Sequence[Prompt], *, extra: ExtraKeys = ExtraKeys()
+    ) -> int:
+        """Write the KV blocks of prompts to disk, for `load_cache` in another process.
+
+        What of them is not in the cache is computed first. A crash in the middle leaves what was there.
+
+        Args:
+            path: Folder; an older snapshot in it is replaced.
+            prompts: Whose full blocks to keep; blocks they share are written once.
+            extra: Extra keys under which they will be asked for.
+
+        Returns:
+            Tokens written.
+
+        Raises:
+            ValueError: Reservations share nothing, or the blocks cannot be held at once.
+        """
+        from pagedjax.runtime.snapshot import save_snapshot
+
+        manager = self._paged_manager("save_cache")
+        batch = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
+        self.generate(token_ids, SamplingParams(max_tokens=1), extra=extra, progress=False)
+        chains = [
+            TokenChain(ids, block_size=manager.block_size, hash=self.config.cache.hash, extra=extra)
+            for ids in token_ids
+        ]
+        return save_snapshot(Path(path), self._cache_owner(), chains, manager, self.runner)
+
+    def load_cache(self, path: str | Path) -> int:
+        """Take a snapshot's blocks into the cache; prompts that begin with its prefixes hit from the first.
+
+        Args:
+            path: Folder that `save_cache` wrote.
+
+        Returns:
+            Tokens that can be hit now; fewer than were written where the pool is too small.
+
+        Raises:
+            ValueError: No whole snapshot, or one of another model, weights, dtype, layout or hash (named).
+        """
+        from pagedjax.runtime.snapshot import load_snapshot
+
+        return load_snapshot(Path(path), self._cache_owner(), self._paged_manager("load_cache"), self.runner)
+
+    def _paged_manager(self, what: str) -> PagedManager:
+        if not isinstance(self.manager, PagedManager):
+            raise ValueError(f"{what}: reservations share nothing; leave cache.reservation empty")
+        return self.manager
+
+    def _cache_owner(self) -> Owner:
+        from pagedjax.runtime.snapshot import Owner, weights_digest
+
+        if self._weights is None:
+            self._weights = weights_digest(self.runner.params)
+        layouts = self.runner.layouts
+        groups = [group.window or 0 for group in self._kv_groups]
+        return Owner(
+            self.model_name,
+            self._weights,
+            layouts[0].dtype,
+            layouts[0].block_size,
+            tuple(
+                (w, l.num_layers, l.num_kv_heads, l.head_dim) for w, l in zip(groups, layouts, strict=True)
+            ),
+            self.config.cache.hash,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the model's own special tokens; ids pass through, checked.

@@ -64,6 +64,8 @@ MAY_IMPORT = {
     },
     "pagedjax.runtime": HOST
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "jax", "jaxlib", "flax", "numpy", "chex"},
+    "pagedjax.runtime.snapshot": HOST
+    | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "orbax", "numpy"},
 }
 # These may import anything; what is heavy only inside functions, so that `--help` and `import` stay quick.
 LAZY = tuple(f"pagedjax.{m}" for m in ("llm", "cli", "progress", "report", "server", "testing"))

@@ -382,6 +382,8 @@ class PagedManager:
     def _count_admission(self, state: SeqState) -> None:
         stats, hit = self.stats, state.hit
         assert hit is not None
+        if not state.hints.counted:
+            return
         if state.hints.resumed:
             stats.resumed_requests += 1
             stats.resumed_tokens += len(state.chain)
@@ -426,11 +428,21 @@ class PagedManager:
         if self._one is None:
             for group in self._groups:
                 if group.window is not None:
-                    self._leave_behind(group, state)
+                    self._leave_behind(group, state, state.computed)
 
-    def _leave_behind(self, group: Group, state: SeqState) -> None:
+    def leave_behind(self, seq: int, num_computed: int) -> None:
+        """Let go of blocks that lie behind every window once so many positions are computed.
+
+        `commit` does it by itself; before it, the blocks are not indexed either: their KV was never written.
+        """
+        state = self._get(seq)
+        for group in self._groups:
+            if group.window is not None:
+                self._leave_behind(group, state, num_computed)
+
+    def _leave_behind(self, group: Group, state: SeqState, num_computed: int) -> None:
         table = state.tables[group.id]
-        end = min(group.first_needed(state.computed), len(table))
+        end = min(group.first_needed(num_computed), len(table))
         behind = []
         for i in range(end - 1, -1, -1):
             if not table[i]:
@@ -610,6 +622,13 @@ class PagedManager:
                 row[: len(table)] = table
             out.append(rows)
         return tuple(out)
+
+    def writable(self) -> tuple[np.ndarray, ...]:
+        """Per KV group bool[P]: blocks of one reference and no hash, the only ones a step may write."""
+        return tuple(
+            np.array([ref == 1 and key is None for ref, key in zip(pool.ref, pool.keys)])
+            for pool in self._pools
+        )
 
     # -------------------------------------------------------- pin, reset
 

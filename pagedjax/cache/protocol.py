@@ -43,6 +43,7 @@ class Hints:
         resumed: The request was preempted before; what it hits again is counted apart.
         max_hit_tokens: Take at most so many tokens from the cache; None: all but the last one.
         max_tokens: Most output tokens the request may ask for; read by the reservation rules.
+        counted: False: not a request, as when a snapshot is read; the statistics of requests stay as they are.
     """
 
     expected_tokens: int | None = None
@@ -53,6 +54,7 @@ class Hints:
     resumed: bool = False
     max_hit_tokens: int | None = None
     max_tokens: int | None = None
+    counted: bool = True
 
 
 NO_HINTS = Hints()
@@ -211,6 +213,10 @@ class KVCacheManager(Protocol):
 
     def tables(self, seqs: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
         """One fresh i32[S, width] per KV group, padded with the null block."""
+        ...
+
+    def writable(self) -> tuple[np.ndarray, ...]:
+        """Per KV group bool[P]: blocks that a step may write, held by one sequence and not indexed."""
         ...
 
     def num_copies(self, seq: int) -> int:

@@ -350,6 +350,14 @@ class ReservationManager:
             row[: len(table)] = table
         return (rows,)
 
+    def writable(self) -> tuple[np.ndarray, ...]:
+        """bool[P]: blocks of sequences' own chunks."""
+        out = np.zeros(self.num_blocks, dtype=bool)
+        for state in self._seqs.values():
+            if state.chunk is not None:
+                out[state.chunk.start : state.chunk.start + state.chunk.blocks] = True
+        return (out,)
+
     def num_copies(self, seq: int) -> int:
         state = self._seqs.get(seq)
         return state.copies if state is not None else 0

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--logprobs", is_flag=True, help="With --json: log-probability of each token.")
 @click.option("--salt", metavar="TEXT", help="Cache salt: blocks are shared only under an equal one.")
+@click.option("--load-cache", metavar="DIR", help="Take a snapshot's blocks into the cache first.")
+@click.option("--save-cache", metavar="DIR", help="Write the prompts' blocks there at the end.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
 @common_options()
 def command(
@@ -46,6 +48,8 @@ def command(
     chat: bool,
     system: str | None,
     salt: str | None,
+    load_cache: str | None,
+    save_cache: str | None,
     stream: bool | None,
     **sampling: Any,
 ) -> None:
@@ -68,13 +72,20 @@ def command(
     extra = ExtraKeys(salt=salt)
     llm = common.llm(on_compile=lambda bucket: common.note(f"compiling a step of {bucket} (once)"))
     prompts_ids = [_encode(llm, job) for job in jobs]
+    if load_cache is not None:
+        common.note(f"{load_cache}: {llm.load_cache(load_cache)} tokens can be hit")
     if stream is None:
         stream = sys.stdout.isatty() and not common.as_json and len(jobs) == 1 and params.n == 1
     if stream and not common.as_json and params.n == 1:
         for ids in prompts_ids:
             _print_stream(common, llm, ids, params, extra)
-        return
-    outputs = llm.generate(prompts_ids, params, extra=extra)
+    else:
+        _print_outputs(common, llm.generate(prompts_ids, params, extra=extra), params)
+    if save_cache is not None:
+        common.note(f"{save_cache}: {llm.save_cache(save_cache, prompts_ids, extra=extra)} tokens saved")
+
+
+def _print_outputs(common: Common, outputs: list[RequestOutput], params: SamplingParams) -> None:
     if common.as_json:
         emit_json({"config": common.config.to_dict(), "outputs": [describe(output) for output in outputs]})
         return

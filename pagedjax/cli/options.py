@@ -65,7 +65,7 @@ def emit_json(document: Any) -> None:
 
 
 def common_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add --model, --config, --set, --json, --quiet and --cache-dir; the command gets one `Common` first.
+    """Add --model, --config, --set, --checked, --json, --quiet and --cache-dir; the command gets one `Common` first.
 
     Args:
         **defaults: Settings the command starts from where they are not `Config`'s own, `section__key=value`.
@@ -81,6 +81,7 @@ def _add_common(base: Config, function: Callable[..., Any]) -> Callable[..., Any
     @click.option(
         "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one setting; repeatable."
     )
+    @click.option("--checked", is_flag=True, help="Assert each step's blocks on the device before it runs.")
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
     @click.option("--quiet", "-q", is_flag=True, help="No progress bars and notes on stderr.")
     @click.option(
@@ -95,12 +96,14 @@ def _add_common(base: Config, function: Callable[..., Any]) -> Callable[..., Any
         model: str | None,
         config_file: str | None,
         settings: tuple[str, ...],
+        checked: bool,
         as_json: bool,
         quiet: bool,
         cache_dir: Path | None,
         **rest: Any,
     ) -> Any:
         named = [] if model is None else [f"model.model={model}"]
+        named += ["runtime.checked=true"] if checked else []
         config = load_config(config_file, [*named, *settings], base=base)
         return function(Common(config, as_json, quiet, cache_dir), *args, **rest)
 

@@ -18,6 +18,7 @@ from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.runtime.adjust import Adjustments
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
+from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import Drawn, sample_tokens
@@ -40,6 +41,8 @@ class JaxRunner:
         host_blocks: Host blocks per group, where swapped and evicted ones go.
         implementation: Attention implementation; None tries the preferred order.
         on_compile: Called with a bucket before its program is compiled.
+        writable: Checked mode: bool[P] per group, blocks that may be written now (the manager's `writable`);
+            every step is asserted on the device before it runs. None: nothing is asserted, at no cost.
 
     Attributes:
         pools: The KV pool of each group, donated to each step and replaced by what it returns.
@@ -60,6 +63,7 @@ class JaxRunner:
         host_blocks: int = 0,
         implementation: str | None = None,
         on_compile: Callable[[Bucket], None] | None = None,
+        writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
     ) -> None:
         native.prepare(implementation)
         self.model = model
@@ -73,6 +77,8 @@ class JaxRunner:
         self.pools: tuple[KVPool, ...] = tuple(make_pool(layout) for layout in self.layouts)
         self.copies = BlockCopies(self.layouts, host_blocks)
         self.on_compile = on_compile
+        self.writable = writable
+        self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
         self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[Bucket] = set()
         graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
@@ -128,6 +134,8 @@ class JaxRunner:
             return StepResult([], [], copied - started, copy_s=copied - started)
         bucket = self.buckets.smallest(plan)
         batch = self._pack(plan, bucket)
+        if self.writable is not None:
+            self._check_step(batch.ragged, self.writable())
         packed = time.perf_counter()
         drawn, hidden = self._dispatch(bucket, batch)
         dispatched = time.perf_counter()

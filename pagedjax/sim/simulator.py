@@ -199,7 +199,7 @@ def hash_plan(plan: StepPlan) -> bytes:
     for table in plan.tables:
         hasher.update(np.ascontiguousarray(table).tobytes())
     for batch in plan.copies.batches:
-        hasher.update(batch.kind.encode() + batch.src.tobytes() + batch.dst.tobytes())
+        hasher.update(f"{batch.kind} {batch.group}".encode() + batch.src.tobytes() + batch.dst.tobytes())
     return hasher.digest()
 
 

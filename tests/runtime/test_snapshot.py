@@ -1,0 +1,219 @@
+"""Warm caches on disk: hits from the first request of a fresh process, refusals by name, crashes survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pagedjax import LLM
+from pagedjax.cache import ExtraKeys
+from pagedjax.request import SamplingParams
+from pagedjax.runtime import snapshot
+from pagedjax.runtime.snapshot import SnapshotError
+
+STEM = np.random.default_rng(0).integers(0, 256, 50).tolist()
+PROMPTS = [STEM, [*STEM[:20], 5, 6, 7, 8, 9, 10]]
+NEXT = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return dict(
+        progress=False,
+        model__max_model_len=128,
+        cache__block_size=8,
+        cache__num_blocks=65,
+        scheduler__max_num_seqs=1,
+        scheduler__token_budget=16,
+        runtime__compilation_cache_dir=str(tmp_path_factory.mktemp("compiled")),
+    )
+
+
+@pytest.fixture(scope="module")
+def make_llm(tiny_folder, settings):
+    return lambda model=None, **changes: LLM(str(model or tiny_folder), **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def saved(make_llm, tmp_path_factory):
+    """(folder of a snapshot of PROMPTS, the cold run's outputs)."""
+    folder = tmp_path_factory.mktemp("snapshot") / "warm"
+    llm = make_llm()
+    outputs = llm.generate(PROMPTS, NEXT)
+    # 6 full blocks of the stem, 1 more of the second prompt: it shares the first 2.
+    before = llm.manager.stats.requests
+    assert llm.save_cache(folder, PROMPTS) == 7 * 8
+    assert llm.manager.stats.requests == before + 2
+    llm.manager.check_invariants()
+    assert llm.manager.num_free == llm.manager.num_usable
+    return folder, outputs
+
+
+def _assert_warm(llm, cold):
+    outputs = llm.generate(PROMPTS, NEXT)
+    assert [o.num_cached_tokens for o in outputs] == [48, 24]
+    for got, want in zip(outputs, cold, strict=True):
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+        np.testing.assert_allclose(got.outputs[0].logprobs, want.outputs[0].logprobs, atol=1e-5)
+    llm.manager.check_invariants()
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(cache__index="radix"), dict(cache__host_blocks=8)])
+def test_a_loaded_snapshot_hits_from_the_first_request(make_llm, saved, changes):
+    folder, cold = saved
+    llm = make_llm(**changes)
+    llm.runner.pools = tuple(type(p)(p.data.at[:].set(np.nan), p.layout) for p in llm.runner.pools)
+    assert llm.load_cache(folder) == 7 * 8
+    assert llm.manager.stats.requests == 0
+    _assert_warm(llm, cold)
+    assert llm.load_cache(folder) == 7 * 8  # what is there already stays
+
+
+def test_another_process_hits_and_says_the_same(saved, tiny_folder, settings):
+    folder, cold = saved
+    code = (
+        "import json, sys\n"
+        "from pagedjax import LLM\nfrom pagedjax.request import SamplingParams\n"
+        "model, folder, settings, prompts = json.loads(sys.argv[1])\n"
+        "llm = LLM(model, **settings)\nllm.load_cache(folder)\n"
+        "out = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))\n"
+        "print(json.dumps([[o.num_cached_tokens, o.outputs[0].token_ids] for o in out]))\n"
+    )
+    argument = json.dumps([str(tiny_folder), str(folder), settings, PROMPTS])
+    done = subprocess.run(
+        [sys.executable, "-c", code, argument], capture_output=True, text=True, check=True, timeout=120
+    )
+    expected = [[cached, list(o.outputs[0].token_ids)] for cached, o in zip((48, 24), cold, strict=True)]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_a_small_pool_takes_what_fits(make_llm, saved):
+    llm = make_llm(cache__num_blocks=5)
+    assert llm.load_cache(saved[0]) == 3 * 8  # the stem's 6 blocks do not fit in 4, the second prompt's 3 do
+    llm.manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(cache__dtype="bfloat16"), "snapshot of dtype=float32: this engine has dtype=bfloat16"),
+        (dict(cache__hash="xxh3_128"), "snapshot of hash=sha256: this engine has hash=xxh3_128"),
+        (dict(cache__block_size=16), "snapshot of block_size=8: this engine has block_size=16"),
+    ],
+)
+def test_a_snapshot_of_another_kind_is_refused_by_name(make_llm, saved, changes, message):
+    with pytest.raises(SnapshotError, match=message):
+        make_llm(**changes).load_cache(saved[0])
+
+
+def test_a_snapshot_of_another_model_is_refused_by_name(make_llm, saved, tiny_folder, tmp_path):
+    import shutil
+
+    from pagedjax.models.weights import save_params
+    from pagedjax.testing import tiny_model
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    facts = json.loads((other / "pagedjax_model.json").read_text())
+    facts["name"] = "other"
+    (other / "pagedjax_model.json").write_text(json.dumps(facts))
+    with pytest.raises(SnapshotError, match="snapshot of model=tiny: this engine has model=other"):
+        make_llm(other).load_cache(saved[0])
+    facts["name"] = "tiny"  # the same name, other weights
+    (other / "pagedjax_model.json").write_text(json.dumps(facts))
+    shutil.rmtree(other / "params")
+    save_params(other / "params", tiny_model(seed=1).params)
+    with pytest.raises(SnapshotError, match="snapshot of weights="):
+        make_llm(other).load_cache(saved[0])
+
+
+def test_extra_keys_keep_snapshots_apart(make_llm, tmp_path):
+    llm = make_llm()
+    llm.save_cache(tmp_path / "a", [STEM], extra=ExtraKeys(salt="a"))
+    fresh = make_llm()
+    fresh.load_cache(tmp_path / "a")
+    assert fresh.generate([STEM], NEXT)[0].num_cached_tokens == 0
+    assert fresh.generate([STEM], NEXT, extra=ExtraKeys(salt="a"))[0].num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("where", ["blocks", "manifest", "switch"])
+def test_a_crash_while_saving_leaves_the_old_snapshot_good(make_llm, saved, tmp_path, monkeypatch, where):
+    import shutil
+
+    folder = tmp_path / "warm"
+    shutil.copytree(saved[0], folder)
+    llm = make_llm()
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: object, **__: object) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        if where == "blocks":
+            patch.setattr(snapshot.ocp.StandardCheckpointer, "wait_until_finished", crash)
+        elif where == "manifest":
+            patch.setattr(snapshot, "_write_durably", crash)
+        else:
+            patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            llm.save_cache(folder, [[1, 2, 3] * 8])
+    llm.manager.check_invariants()
+    fresh = make_llm()
+    assert fresh.load_cache(folder) == 7 * 8
+    assert fresh.save_cache(folder, [[1, 2, 3] * 8]) == 24
+    assert len(list(folder.glob("v-*"))) == 1  # what the crash left is gone with the next save
+    assert make_llm().load_cache(folder) == 24
+
+
+@pytest.mark.parametrize("damage", ["missing", "pointer", "manifest", "blocks", "bytes"])
+def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, damage):
+    import shutil
+
+    folder = tmp_path / "warm"
+    shutil.copytree(saved[0], folder)
+    (version,) = folder.glob("v-*")
+    if damage == "missing":
+        shutil.rmtree(folder)
+    elif damage == "pointer":
+        (folder / "CURRENT").write_text("../elsewhere")
+    elif damage == "manifest":
+        (version / "manifest.json").write_text('{"format": 1')
+    elif damage == "blocks":
+        shutil.rmtree(version / "blocks")
+    else:
+        manifest = json.loads((version / "manifest.json").read_text())
+        manifest["blocks"][0]["sha256"] = "0" * 64
+        (version / "manifest.json").write_text(json.dumps(manifest))
+    llm = make_llm()
+    with pytest.raises(SnapshotError) as error:
+        llm.load_cache(folder)
+    assert "\n" not in str(error.value)
+    assert llm.manager.num_free == llm.manager.num_usable
+
+
+def test_windowed_groups_save_what_their_windows_need(make_llm, tiny_folder, tmp_path):
+    import shutil
+
+    folder = tmp_path / "windowed"
+    shutil.copytree(tiny_folder, folder)
+    facts = json.loads((folder / "pagedjax_model.json").read_text())
+    facts["config"]["windows"] = [16, None]
+    (folder / "pagedjax_model.json").write_text(json.dumps(facts))
+    llm = make_llm(folder)
+    cold = llm.generate([PROMPTS[0]], NEXT)[0]
+    assert llm.save_cache(tmp_path / "warm", [PROMPTS[0]]) == 48
+    fresh = make_llm(folder)
+    fresh.runner.pools = tuple(type(p)(p.data.at[:].set(np.nan), p.layout) for p in fresh.runner.pools)
+    assert fresh.load_cache(tmp_path / "warm") == 48
+    warm = fresh.generate([PROMPTS[0]], NEXT)[0]
+    assert warm.num_cached_tokens == 48
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    with pytest.raises(SnapshotError, match="snapshot of layout="):
+        make_llm(folder, cache__window_groups=False).load_cache(tmp_path / "warm")

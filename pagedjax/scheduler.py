@@ -235,15 +235,16 @@ class Scheduler:
         """
         self.step += 1
         rows: list[Row] = []
+        active = {request.number: self._active(request) for request in self.running}
         # Decode tokens are paid for first: no prefill chunk may starve them.
         budget = self.config.token_budget - sum(
-            self._pending(seq) == 1 for request in self.running for seq in self._active(request)
+            self._pending(seq) == 1 for seqs in active.values() for seq in seqs
         )
         preemptions = self.num_preemptions
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            own, budget = self._continue(request, budget)
+            own, budget = self._continue(active[request.number], budget)
             if index < len(self.running) and self.running[index] is request:
                 rows += own
                 index += 1
@@ -254,10 +255,10 @@ class Scheduler:
         tables = self.manager.tables([row.seq.seq_id for row in rows], self.table_width)
         return StepPlan(self.step, tuple(rows), tables, copies)
 
-    def _continue(self, request: Request, budget: int) -> tuple[list[Row], int]:
-        """Rows of a running request; none where it lost its blocks to an older one or ended."""
+    def _continue(self, active: list[Sequence], budget: int) -> tuple[list[Row], int]:
+        """Rows of a running request's active sequences; none where it lost its blocks to an older one or ended."""
         rows = []
-        for seq in self._active(request):
+        for seq in active:
             if seq.finished:
                 continue
             pending = self._pending(seq)
@@ -273,6 +274,8 @@ class Scheduler:
 
     def _admit(self, rows: list[Row], budget: int) -> None:
         """Move waiting requests into the batch while budget, places and blocks last."""
+        if not self.waiting:
+            return
         places = self.config.max_num_seqs - self.num_running_seqs
         while self.waiting and budget > 0:
             request = self.waiting[0]
@@ -375,9 +378,10 @@ class Scheduler:
 
     def _row(self, seq: Sequence, num_tokens: int) -> Row:
         start = seq.num_computed_tokens
-        sharers = (seq,) if seq.request.forked else seq.request.live
-        samples = tuple(s for s in sharers if s.num_tokens == start + num_tokens)
-        return Row(seq, start, num_tokens, samples)
+        end = start + num_tokens
+        if seq.request.forked:
+            return Row(seq, start, num_tokens, (seq,) if seq.num_tokens == end else ())
+        return Row(seq, start, num_tokens, tuple(s for s in seq.request.live if s.num_tokens == end))
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve blocks for a running sequence, preempting from the far end; False: `seq` lost."""

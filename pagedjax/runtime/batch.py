@@ -151,16 +151,17 @@ def pack(
     tokens = np.zeros(bucket.num_tokens, np.int32)
     positions = np.zeros(bucket.num_tokens, np.int32)
     sample_index = np.zeros(bucket.num_samples, np.int32)
-    at = 0
-    sequences: list[Sample] = []
-    for row in rows:
+    decodes = sum(row.num_tokens == 1 for row in rows)  # they come first
+    tokens[:decodes] = [row.seq.chain.tokens[row.start] for row in rows[:decodes]]
+    positions[:decodes] = starts[:decodes]
+    at = decodes
+    for row in rows[decodes:]:
         start, end = row.start, row.start + row.num_tokens
         tokens[at : at + row.num_tokens] = row.seq.chain.tokens[start:end]
         positions[at : at + row.num_tokens] = np.arange(start, end, dtype=np.int32)
         at += row.num_tokens
-        for seq in row.samples:
-            sample_index[len(sequences)] = at - 1
-            sequences.append(seq)
+    sequences: list[Sample] = [seq for row in rows for seq in row.samples]
+    sample_index[: len(sequences)] = np.repeat(np.cumsum(lens) - 1, [len(row.samples) for row in rows])
     tables = plan.tables if rows else [np.zeros((0, table_width), np.int32)] * len(windows)
     ragged = tuple(
         plan_ragged(

@@ -217,3 +217,33 @@ def read_stories(path: Path):
         }.items():
             set_leaf(params, (f"layer_{layer:02d}", *path.split("/")), leaf)
     return config, jax.tree.map(np.ascontiguousarray, params)
+
+
+def dense_beams(next_logprobs, prompt, width, steps, penalty=1.0, early=False, ends=()):
+    """Beam search by its definition: every continuation of every beam, sorted; (ids, score), best first.
+
+    `next_logprobs(tokens)` is f64[V]. No candidates are left out, no block is shared, no batch.
+    """
+    running, finished = [([], 0.0)], []
+    for length in range(1, steps + 1):
+        every = [
+            (total + lp, number, token)
+            for number, (ids, total) in enumerate(running)
+            for token, lp in enumerate(next_logprobs([*prompt, *ids]).tolist())
+        ]
+        every.sort(key=lambda c: (-c[0], c[1], c[2]))
+        fresh = []
+        for place, (total, number, token) in enumerate(every):
+            ids = [*running[number][0], token]
+            if token in ends or length == steps:
+                if place < width:
+                    finished.append((ids, total / length**penalty))
+            elif len(fresh) < width:
+                fresh.append((ids, total))
+        running = fresh
+        finished = sorted(finished, key=lambda f: -f[1])[:width]
+        if len(finished) == width and running:
+            reach = steps if early == "never" and penalty > 0 else length
+            if early is True or running[0][1] / reach**penalty <= finished[-1][1]:
+                break
+    return finished

@@ -16,7 +16,7 @@ import pytest
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.request import MAX_CANDIDATES, RequestOutput, SamplingParams
 from pagedjax.scheduler import StepPlan
 
 VOCAB = 97
@@ -26,6 +26,12 @@ UNWRITTEN = -1
 def next_token(tokens: Sequence[int], salt: int = 0) -> int:
     """What follows `tokens`: any single change among them changes it with probability 1 - 1/VOCAB."""
     return zlib.crc32(np.asarray(tokens, np.int64).tobytes(), salt) % VOCAB
+
+
+def toy_logprobs(tokens: Sequence[int]) -> np.ndarray:
+    """f64[VOCAB] of what follows `tokens`; drawn anew for each of them."""
+    logits = np.random.default_rng(zlib.crc32(np.asarray(tokens, np.int64).tobytes())).normal(0, 2, VOCAB)
+    return logits - np.log(np.exp(logits).sum())
 
 
 def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -66,6 +72,7 @@ class ToyRunner:
                 written.add((block, offset))
                 self.pool[block, offset] = row.seq.chain.tokens[position]
         tokens = []
+        tops: list[tuple[np.ndarray, np.ndarray]] = []
         for row, table in zip(plan.rows, plan.tables[0], strict=True):
             end = row.start + row.num_tokens
             seen = self.pool[table].reshape(-1)[:end]
@@ -73,9 +80,20 @@ class ToyRunner:
             for seq in row.samples:
                 salt = seq.request.seed * 1000 + seq.index if seq.request.sampling.temperature else 0
                 tokens.append(next_token(seen, salt))
+                logprobs = toy_logprobs(seen) if seq.request.sampling.beam_width else np.zeros(VOCAB)
+                order = np.argsort(-logprobs, kind="stable")[:MAX_CANDIDATES]
+                tops.append((order, logprobs[order]))
+        ids, values = (np.array(column) for column in zip(*tops)) if tops else (None, None)
         swapped = sum(len(batch.src) for batch in plan.copies.batches if batch.kind != "cow")
         copy_s = self.block_s * swapped
-        return StepResult(tokens, [], self.token_s * plan.num_tokens + copy_s, copy_s=copy_s)
+        return StepResult(
+            tokens,
+            [],
+            self.token_s * plan.num_tokens + copy_s,
+            copy_s=copy_s,
+            top_ids=ids,
+            top_logprobs=values,
+        )
 
 
 @pytest.fixture
@@ -113,6 +131,12 @@ def make_engine() -> Callable[..., Engine]:
 def judge() -> Callable[[Sequence[int], int], list[int]]:
     """`judge(prompt, n)`: the n tokens that greedy decoding must give."""
     return dense_greedy
+
+
+@pytest.fixture
+def logprobs_judge() -> Callable[[Sequence[int]], np.ndarray]:
+    """`logprobs_judge(tokens)`: f64[VOCAB] that the toy model gives to what follows."""
+    return toy_logprobs
 
 
 @pytest.fixture

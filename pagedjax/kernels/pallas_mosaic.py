@@ -310,6 +310,8 @@ def _kernel(
             start = first + step * _KEYS
             _clear_unseen_values(v_smem, slot, start, pos, stop, shape)
             state = _work_tile(q_smem, k_smem, v_smem, p_smem, slot, start, pos, stop, state, shape)
+            # A barrier of the warpgroup: no warp still reads what the next copy or tile writes over.
+            plgpu.commit_smem()
             pl.when(step + _STAGES < steps)(lambda: fetch(step + _STAGES, slot))
             return state
 

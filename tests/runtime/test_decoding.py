@@ -1,0 +1,313 @@
+"""Beams, penalties, best-of and log-probabilities on the real decoder, against dense float64 judges."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from judges import dense_beams, numpy_forward
+
+from pagedjax.cache import TokenChain
+from pagedjax.config import SchedulerConfig
+from pagedjax.request import SamplingParams
+from pagedjax.runtime import Adjustments, Buckets, SamplingBatch, sample_tokens
+
+
+@pytest.fixture(scope="session")
+def dense_logits(tiny):
+    """`dense_logits(tokens)`: f64[T, V] of the tiny model, remembered."""
+    config, params = tiny
+    host = jax.tree.map(np.asarray, params)
+    known = {}
+
+    def logits(tokens):
+        key = tuple(tokens)
+        if key not in known:
+            known[key] = numpy_forward(config, host, list(tokens))
+        return known[key]
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def dense_logprobs(dense_logits):
+    """`dense_logprobs(tokens)`: f64[V] of what follows."""
+
+    def logprobs(tokens):
+        last = dense_logits(tokens)[-1]
+        return last - last.max() - np.log(np.exp(last - last.max()).sum())
+
+    return logprobs
+
+
+def greedy(max_tokens, **more):
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng([seed, length]).integers(0, 256, size=length).tolist()
+
+
+# --------------------------------------------------------------------------- beams
+
+
+def test_B058_beams_equal_the_dense_reference(tiny, make_engine, run_all, dense_logprobs):
+    """Width 4, 20 steps, free blocks poisoned; ids, order, scores; each beam re-scored in one pass."""
+    engine = make_engine(tiny, shuffle=4, poison=True)
+    prompts = [prompt_of(9), prompt_of(6)]
+    jobs = [
+        engine.add(prompt, greedy(20, beam_width=4, n=4, length_penalty=penalty, logprobs=2))
+        for prompt, penalty in zip(prompts, (1.0, 0.6))
+    ]
+    outputs = run_all(engine)
+    for request_id, prompt, penalty in zip(jobs, prompts, (1.0, 0.6)):
+        want = dense_beams(dense_logprobs, prompt, 4, 20, penalty)
+        for beam, (ids, score) in zip(outputs[request_id].outputs, want, strict=True):
+            assert list(beam.token_ids) == ids
+            assert beam.score == pytest.approx(score, abs=1e-4)
+            whole = [*prompt, *ids]
+            rescored = [dense_logprobs(whole[:i])[whole[i]] for i in range(len(prompt), len(whole))]
+            np.testing.assert_allclose(beam.logprobs, rescored, atol=1e-4)
+            assert [d.token.token_id for d in beam.details] == ids
+            assert all(len(d.top) == 2 and d.top[0].rank == 1 for d in beam.details)
+    assert sum(outputs[i].num_copies for i in jobs) > 0
+
+
+def test_B058_preempted_beams_on_the_real_decoder(tiny, make_engine, run_all):
+    def run(occupied, preemption="recompute"):
+        engine = make_engine(tiny, host_blocks=64, preemption=preemption, poison=True)
+        # A stranger holds most of the pool: less room in the programs that are compiled already.
+        engine.manager.begin(-1, TokenChain([0, 0], block_size=4))
+        assert engine.manager.reserve(-1, 4 * occupied)
+        engine.add(prompt_of(10, 1), greedy(40))
+        ids = [engine.add(prompt_of(7, 2), greedy(16, beam_width=3, n=3)) for _ in range(2)]
+        outputs = run_all(engine)
+        return [[o.token_ids for o in outputs[i].outputs] for i in ids], engine.scheduler
+
+    ample, _ = run(0)
+    for preemption in ("recompute", "swap"):
+        tight, scheduler = run(108, preemption)
+        assert scheduler.num_preemptions > 0
+        assert (scheduler.num_swaps > 0) == (preemption == "swap")
+        assert tight == ample
+
+
+# ------------------------------------------------------------------ log-probabilities
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 117])
+def test_B107_prompt_logprobs_are_whole_on_cached_prompts(tiny, make_engine, run_all, dense_logits, length):
+    """Cold, warm, chunked: one entry per token, the first None; the cache is left filled for others."""
+    engine = make_engine(tiny, block_size=16)
+    prompt = prompt_of(length)
+    results = []
+    for _ in range(2):
+        request_id = engine.add(prompt, greedy(2, prompt_logprobs=3))
+        results.append(run_all(engine)[request_id])
+    chunked = make_engine(tiny, block_size=16, chunk_tokens=7)
+    request_id = chunked.add(prompt, greedy(2, prompt_logprobs=3))
+    results.append(run_all(chunked)[request_id])
+    logits = dense_logits(prompt)
+    full = logits - logits.max(-1, keepdims=True)
+    full -= np.log(np.exp(full).sum(-1, keepdims=True))
+    for result in results:
+        entries = result.prompt_logprobs
+        assert len(entries) == length and entries[0] is None
+        assert result.num_cached_tokens == 0
+        assert [e.token.token_id for e in entries[1:]] == prompt[1:]
+        own = full[np.arange(length - 1), prompt[1:]]
+        np.testing.assert_allclose([e.token.logprob for e in entries[1:]], own, atol=1e-4)
+        ranks = 1 + (full[:-1] > own[:, None]).sum(-1)
+        assert np.mean(np.array([e.token.rank for e in entries[1:]]) == ranks) > 0.95  # near-ties may swap
+        for e, row in zip(entries[1:], full):
+            assert [t.rank for t in e.top] == [1, 2, 3]
+            np.testing.assert_allclose([t.logprob for t in e.top], np.sort(row)[::-1][:3], atol=1e-4)
+    cold, warm = ([e.token.logprob for e in r.prompt_logprobs[1:]] for r in results[:2])
+    np.testing.assert_allclose(warm, cold, atol=1e-5)
+    plain = engine.add([*prompt, 1], greedy(1))
+    assert run_all(engine)[plain].num_cached_tokens == length // 16 * 16
+
+
+def test_prompt_logprobs_add_no_step_program_and_survive_preemption(tiny, make_engine, run_all):
+    engine = make_engine(tiny)
+    engine.add(prompt_of(40), greedy(3, prompt_logprobs=0))
+    want = run_all(engine)["0"].prompt_logprobs
+    programs = engine.runner.num_programs
+    engine = make_engine(tiny, chunk_tokens=9)
+    engine.add(prompt_of(40), greedy(3, prompt_logprobs=0))
+    for step in range(4):
+        engine.step()
+        if step in (1, 3):
+            engine.scheduler._preempt(engine.scheduler.running[0])
+    got = run_all(engine)["0"].prompt_logprobs
+    np.testing.assert_allclose(
+        [e.token.logprob for e in got[1:]], [e.token.logprob for e in want[1:]], atol=1e-4
+    )
+    assert engine.runner.num_programs == programs
+    assert engine.runner.prompt_scores.num_programs <= len(engine.runner.buckets.ladder)
+
+
+def test_logprobs_list_the_likeliest_tokens_before_penalties(tiny, make_engine, run_all, dense_logprobs):
+    engine = make_engine(tiny)
+    prompt = prompt_of(12)
+    request_id = engine.add(prompt, greedy(6, logprobs=4, presence_penalty=50.0, repetition_penalty=3.0))
+    only = run_all(engine)[request_id].outputs[0]
+    tokens = list(prompt)
+    for token, detail in zip(only.token_ids, only.details, strict=True):
+        full = dense_logprobs(tokens)
+        assert detail.token.logprob == pytest.approx(full[token], abs=1e-4)
+        assert detail.token.rank == 1 + int((full > full[token] + 1e-6).sum())
+        np.testing.assert_allclose([t.logprob for t in detail.top], np.sort(full)[::-1][:4], atol=1e-4)
+        tokens.append(token)
+    assert max(d.token.rank for d in only.details) > 1
+
+
+# ------------------------------------------------------------------------- penalties
+
+
+def penalized(logits, prompt, answer, p):
+    """By the definition, one token at a time."""
+    out = logits.copy()
+    for token in set(prompt) | set(answer):
+        out[token] = (
+            out[token] / p.repetition_penalty if out[token] > 0 else out[token] * p.repetition_penalty
+        )
+    for token in set(answer):
+        out[token] -= p.presence_penalty + p.frequency_penalty * answer.count(token)
+    for token, bias in p.logit_bias.items():
+        out[token] += bias
+    return out
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(repetition_penalty=1.8),
+        dict(repetition_penalty=0.6),
+        dict(presence_penalty=1.5),
+        dict(frequency_penalty=-0.7),
+        dict(logit_bias={7: 3.0, 200: 4.5}),
+        dict(
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.4,
+            logit_bias={3: 4.0, 9: -100.0},
+        ),
+    ],
+)
+def test_penalties_equal_their_definition_beside_rows_without(
+    tiny, make_engine, run_all, dense_logits, values
+):
+    engine = make_engine(tiny)
+    prompt, plain = prompt_of(20), prompt_of(11)
+    params = greedy(24, **values)
+    changed, same = engine.add(prompt, params), engine.add(plain, greedy(10))
+    outputs = run_all(engine)
+    answer = []
+    for _ in range(24):
+        logits = penalized(dense_logits([*prompt, *answer])[-1], prompt, answer, params)
+        answer.append(int(logits.argmax()))
+    assert list(outputs[changed].outputs[0].token_ids) == answer
+    expected = []
+    for _ in range(10):
+        expected.append(int(dense_logits([*plain, *expected])[-1].argmax()))
+    assert list(outputs[same].outputs[0].token_ids) == expected
+
+
+def test_adjustments_longer_than_a_slice_and_restored_bit_for_bit():
+    """300 listed tokens of 1000: three turns of the loop; log-probabilities are of the logits before."""
+    vocab, rows = 1000, 3
+    logits = np.random.default_rng(0).normal(size=(rows, vocab)).astype(np.float32)
+    none = Adjustments.none(rows, vocab, 900)
+    ids = np.array(none.ids)
+    bias = np.array(none.bias)
+    order = np.random.default_rng(1).permutation(vocab)[:300]
+    ids[1, :300], bias[1, :300] = order, np.linspace(-3, 30, 300)
+    lists = Adjustments(ids, none.counts, bias, none.repetition, none.presence, none.frequency, np.int32(3))
+    zeros = np.zeros(rows, np.int32)
+    batch = SamplingBatch(
+        zeros.astype(np.float32), zeros, np.ones(rows, np.float32), zeros.astype(np.float32),
+        zeros.astype(np.uint32), zeros, zeros, np.array(True),
+    )  # fmt: skip
+    run = jax.jit(sample_tokens)
+    plain, changed = run(logits, batch, none), run(logits, batch, lists)
+    want = logits[1].copy()
+    want[order] += np.linspace(-3, 30, 300)
+    assert np.asarray(changed.tokens).tolist() == [logits[0].argmax(), want.argmax(), logits[2].argmax()]
+    assert (np.asarray(plain.top_logprobs) == np.asarray(changed.top_logprobs)).all()
+    assert run._cache_size() <= 2  # host and device arrays of one shape: one program
+
+
+def test_a_step_without_penalties_sends_the_same_empty_lists(tiny, make_engine):
+    engine = make_engine(tiny)
+    seen = []
+    pack = engine.runner._pack
+    engine.runner._pack = lambda *a: seen.append(pack(*a)) or seen[-1]
+    try:
+        engine.add(prompt_of(5), greedy(4))
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.runner._pack = pack
+    assert len(seen) == 4
+    first = {b.adjustments.ids.shape: b.adjustments for b in reversed(seen)}
+    assert all(first[b.adjustments.ids.shape] is b.adjustments for b in seen)
+
+
+def test_nothing_new_compiles_for_penalties_logprobs_and_beams(tiny, make_engine, run_all):
+    engine = make_engine(tiny)
+    engine.runner.warm_up()
+    programs = engine.runner.num_programs
+    engine.add(prompt_of(5), greedy(4, repetition_penalty=1.2, logprobs=5))
+    engine.add(prompt_of(9), greedy(4, beam_width=3))
+    engine.add(prompt_of(9), SamplingParams(max_tokens=4, min_tokens=4, temperature=1.0, n=2, best_of=3))
+    run_all(engine)
+    assert engine.runner.num_programs == programs <= 12
+
+
+# ---------------------------------------------------------------- ends, several samples
+
+
+def test_min_tokens_hold_end_tokens_off(tiny, make_engine, run_all, dense_logits):
+    engine = make_engine(tiny)
+    prompt, answer = prompt_of(8), []
+    for _ in range(8):
+        answer.append(int(dense_logits([*prompt, *answer])[-1].argmax()))
+    stops = (answer[1], answer[3])
+    held = []
+    for n in range(12):
+        logits = dense_logits([*prompt, *held])[-1].copy()
+        if n < 5:
+            logits[list(stops)] = -np.inf
+        held.append(int(logits.argmax()))
+        if held[-1] in stops:
+            break
+    early = engine.add(prompt, greedy(12, stop_token_ids=stops))
+    late = engine.add(prompt, greedy(12, stop_token_ids=stops, min_tokens=5))
+    outputs = run_all(engine)
+    first = next(i for i, token in enumerate(answer) if token in stops)
+    assert list(outputs[early].outputs[0].token_ids) == answer[: first + 1]
+    assert list(outputs[late].outputs[0].token_ids) == held
+    assert len(held) > 5 > first + 1
+
+
+def test_best_of_returns_the_likeliest_of_all_samples(tiny, make_engine, run_all):
+    engine = make_engine(tiny)
+    drawn = dict(temperature=3.0, seed=5)
+    all_ = engine.add(prompt_of(6), greedy(8, n=6, logprobs=True, **drawn))
+    best = engine.add(prompt_of(6), greedy(8, n=2, best_of=6, **drawn))
+    outputs = run_all(engine)
+    means = {o.index: np.mean(o.logprobs) for o in outputs[all_].outputs}
+    want = sorted(means, key=lambda i: -means[i])[:2]
+    assert [o.index for o in outputs[best].outputs] == want
+    assert [o.score for o in outputs[best].outputs] == pytest.approx([means[i] for i in want], abs=1e-5)
+    by_index = {o.index: o.token_ids for o in outputs[all_].outputs}
+    assert [o.token_ids for o in outputs[best].outputs] == [by_index[i] for i in want]
+
+
+def test_B066_buckets_chunks_and_budget_agree():
+    """Budget 317: the largest bucket holds it, and no bucket more; a chunk beyond the budget is no bucket."""
+    for chunk in (0, 100, 317):
+        ladder = Buckets(SchedulerConfig(16, 317, chunk)).ladder
+        assert max(b.num_prefill_tokens for b in ladder) == 317
+        assert all(b.num_prefill_tokens <= 317 for b in ladder)

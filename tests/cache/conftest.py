@@ -133,9 +133,10 @@ class World:
         elif name == "fork" and live:
             self.fork(live[choose(len(live))])
         elif name == "swap_out" and live:
-            self.swap_out(live[choose(len(live))])
+            self.swap_out(*{live[choose(len(live))] for _ in range(1 + choose(3))})
         elif name == "swap_in" and self.swapped:
-            self.swap_in(sorted(self.swapped)[choose(len(self.swapped))])
+            swapped = sorted(self.swapped)
+            self.swap_in(*{swapped[choose(len(swapped))] for _ in range(1 + choose(3))}, spare=choose(2))
         elif name in ("pin", "unpin", "reset", "evict", "peek"):
             getattr(self, name)(choose)
         elif name == "truncate" and live:
@@ -256,19 +257,26 @@ class World:
         self.m.fork(seq, child, self.chains[child])
         self.computed[child] = self.computed[seq]
 
-    def swap_out(self, seq):
+    def swap_out(self, *seqs):
         before = self.m.snapshot()
-        if self.m.swap_out(seq):
-            self.swapped.add(seq)
+        most = self.m.num_lone_blocks(*seqs) if self.started(seqs) else None
+        if self.m.swap_out(*seqs):
+            self.swapped.update(seqs)
+            assert self.m.stats.swapped_out_blocks - before["stats"].swapped_out_blocks == sum(most)
         else:
             assert self.m.snapshot() == before
 
-    def swap_in(self, seq):
+    def started(self, seqs):
+        return all(not self.m._seqs[seq].recorded for seq in seqs)
+
+    def swap_in(self, *seqs, spare=0):
         before = self.m.snapshot()
-        if self.m.swap_in(seq):
-            self.swapped.discard(seq)
-            assert self.m.num_computed(seq) <= self.computed[seq]
-            self.computed[seq] = self.m.num_computed(seq)
+        if self.m.swap_in(*seqs, spare=spare):
+            self.swapped.difference_update(seqs)
+            assert self.m.num_free >= spare
+            for seq in seqs:
+                assert self.m.num_computed(seq) <= self.computed[seq]
+                self.computed[seq] = self.m.num_computed(seq)
         else:
             assert self.m.snapshot() == before
 

@@ -16,7 +16,7 @@ from pagedjax.request import SamplingParams
 from pagedjax.runtime import snapshot
 from pagedjax.runtime.snapshot import SnapshotError
 
-STEM = np.random.default_rng(0).integers(0, 256, 50).tolist()
+STEM = np.random.default_rng(0).integers(0, 256, 49).tolist()  # 48 full, and one to compute
 PROMPTS = [STEM, [*STEM[:20], 5, 6, 7, 8, 9, 10]]
 NEXT = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import FOLDER
+from experiments.common import FOLDER, Row
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.scheduler import StepPlan
@@ -62,7 +62,10 @@ def _sharegpt(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndar
     variance = 2 * SHAREGPT_TO_COME / mean_output - 1  # over the squared mean
     answers = rng.gamma(1 / variance, mean_output * variance, count)
     sigma = SHAREGPT_PROMPT_SIGMA
-    return rng.lognormal(np.log(mean_input) - sigma**2 / 2, sigma, count), answers
+    prompts = np.minimum(
+        rng.lognormal(0.0, sigma, 10 * count) * mean_input / np.exp(sigma**2 / 2), MAX_LEN / 2
+    )
+    return prompts[:count] * (mean_input / prompts.mean()), answers
 
 
 def _alpaca(rng: np.random.Generator, count: int, data: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -87,6 +90,25 @@ def workload(name: str, data: Path, count: int, seed: int) -> Trace:
             yield TraceRequest(0.0, num_input, min(max(1, round(float(answer))), MAX_LEN - 1 - num_input))
 
     return Trace(name, "lengths", 0, False, requests, spec=f"{name},{count},{seed}")
+
+
+def blocks_watch(plan: StepPlan) -> dict[str, float]:
+    """Blocks the rows would hold unshared, and blocks they hold."""
+    return {"named": float(plan.num_named_blocks), "held": float(plan.num_held_blocks)}
+
+
+def ratio(key: str, of: dict[str, object], over: dict[str, object]) -> Callable[[list[Row]], float | None]:
+    """Rows → column `key` of the row that matches `of` over that of the row that matches `over`."""
+
+    def find(rows: list[Row], want: dict[str, object]) -> float | None:
+        found = [r[key] for r in rows if all(r.get(k) == v for k, v in want.items())]
+        return found[0] if found else None
+
+    def pick(rows: list[Row]) -> float | None:
+        a, b = find(rows, of), find(rows, over)
+        return a / b if a is not None and b else None
+
+    return pick
 
 
 def memory_watch(held: Any) -> Callable[[StepPlan], dict[str, float]]:

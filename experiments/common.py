@@ -142,7 +142,8 @@ def _sources(experiment: Experiment) -> str:
     """Digest of the experiment's file and, for a simulation, of what it is simulated on."""
     files = [FOLDER / f"{experiment.name.replace('-', '_')}.py"]
     if experiment.kind == "simulated":
-        files += sorted(FOLDER.glob("_*.py"))
+        text = files[0].read_text()
+        files += sorted(path for path in FOLDER.glob("_*.py") if f".{path.stem} import" in text)
         files += sorted((FOLDER.parent / "configs").glob("hardware/*.toml"))
         files += sorted((FOLDER.parent / "configs").glob("sweeps/*.toml"))
     return _digest([fingerprint(path) for path in files if path.name != "__init__.py"])

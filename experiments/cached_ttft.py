@@ -1,0 +1,103 @@
+"""How does the time to the first token fall with the tokens found in the cache, and with long answers what is left?
+
+Source: SGLang §6 (almost no speedup for multi-turn chat with long answers): only prefill is saved. Measured on the real
+decoder. Cost: a minute.
+    pagedjax experiment run cached-ttft
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments._decoder import NOTE, SIZES, Decoder, tokens
+from experiments.common import Claim, Experiment, Row, Unit
+
+
+def _units(smoke: bool, seed: int) -> list[Unit]:
+    if smoke:
+        return [
+            {"smoke": True, "prompt": 64, "cached": [0, 48], "outputs": [1, 4], "rounds": 1, "seed": seed}
+        ]
+    return [
+        {
+            "smoke": False,
+            "prompt": 768,
+            "cached": [0, 192, 384, 576, 752],
+            "outputs": [1, 8, 32, 128],
+            "rounds": 5,
+            "seed": seed,
+        }
+    ]
+
+
+def _run(unit: Unit, data: Path) -> Iterator[Row]:
+    """All cases in one process, interleaved, the best of each kept; a first round compiles and is dropped."""
+    decoder = Decoder(smoke=unit["smoke"])
+    length, last = unit["prompt"], max(unit["outputs"])
+    cases = [(c, unit["outputs"][0]) for c in unit["cached"]]
+    cases += [(c, o) for o in unit["outputs"][1:] for c in (unit["cached"][0], unit["cached"][-1])]
+    best: dict[tuple[int, int], tuple[float, float, int]] = {}
+    for number in range(unit["rounds"] + 1):
+        for cached, outputs in cases:
+            decoder.forget()
+            prompt = tokens(unit["seed"], length)
+            if cached:
+                decoder.run([prompt[:cached] + tokens(unit["seed"] + 1, 1)], 1)
+            taken, (output,) = decoder.seconds([prompt], outputs)
+            key = (cached, outputs)
+            if number and (key not in best or taken < best[key][1]):
+                best[key] = (output.ttft_s or 0.0, taken, output.num_cached_tokens)
+    for (_, outputs), (ttft, taken, found) in best.items():
+        cold = best[0, outputs]
+        yield {
+            "cached_tokens": found,
+            "output_tokens": outputs,
+            "ttft_ms": 1e3 * ttft,
+            "latency_ms": 1e3 * taken,
+            "ttft_over_cold": ttft / cold[0],
+            "latency_over_cold": taken / cold[1],
+            "longest": outputs == last,
+        }
+
+
+def _gain(longest: bool, column: str) -> Callable[[list[Row]], float | None]:
+    def pick(rows: list[Row]) -> float | None:
+        shortest = min(r["output_tokens"] for r in rows)
+        own = [r for r in rows if (r["longest"] if longest else r["output_tokens"] == shortest)]
+        best = max(own, key=lambda r: r["cached_tokens"])
+        return 1 / best[column]
+
+    return pick
+
+
+def _plot(rows: list[Row], axes: Any) -> None:
+    shortest = min(r["output_tokens"] for r in rows)
+    own = [r for r in rows if r["output_tokens"] == shortest]
+    axes.plot([r["cached_tokens"] for r in own], [r["ttft_ms"] for r in own], marker="o")
+    axes.set_xlabel("prompt tokens from the cache")
+    axes.set_ylabel("time to first token, ms (measured)")
+
+
+EXPERIMENT = Experiment(
+    name="cached-ttft",
+    question="How does the time to the first token fall with cached tokens, and what is left of it with long answers?",
+    kind="measured",
+    definition=f"one request at a time, best of 5 interleaved rounds in one process; decoder: {SIZES}",
+    claims=(
+        Claim(
+            "gain in TTFT, all but the last block cached", None, "our decoder", _gain(False, "ttft_over_cold")
+        ),
+        Claim(
+            "gain in latency with the longest answer",
+            None,
+            "SGLang §6: near 1",
+            _gain(True, "latency_over_cold"),
+        ),
+    ),
+    units=_units,
+    run=_run,
+    plot=_plot,
+    note=NOTE,
+)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.request import PositionLogprobs, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM
+
+
+_EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 
 
 @click.command("generate")
@@ -26,16 +29,31 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="System message in front of each chat prompt.")
 @click.option("--max-tokens", default=128, show_default=True, help="Most tokens to generate per sample.")
 @click.option("--n", default=1, show_default=True, help="Samples per prompt; they share the prompt's blocks.")
+@click.option("--best-of", type=int, help="Draw so many samples, print the --n likeliest.")
+@click.option("--beam-width", default=0, show_default=True, help="Beam search; --n beams are printed.")
+@click.option("--length-penalty", default=1.0, show_default=True, help="Beams: favours length above 0.")
+@click.option(
+    "--early-stopping",
+    type=click.Choice(["yes", "no", "never"]),
+    default="no",
+    show_default=True,
+    help="Beams: stop when all have ended (yes), no better one is likely (no) or possible (never).",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely mass; 1 keeps all.")
 @click.option(
     "--min-p", default=0.0, show_default=True, help="Keep tokens this likely against the best; 0: all."
 )
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: against repeating.")
+@click.option("--presence-penalty", default=0.0, show_default=True, help="Off the logit of tokens used.")
+@click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time used.")
+@click.option("--min-tokens", default=0, show_default=True, help="Do not end before so many tokens.")
 @click.option("--seed", type=int, help="Fixes the samples, whatever else is in the batch.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--logprobs", is_flag=True, help="With --json: log-probability of each token.")
+@click.option("--prompt-logprobs", is_flag=True, help="With --json: of each prompt token; reads no cache.")
 @click.option("--salt", metavar="TEXT", help="Cache salt: blocks are shared only under an equal one.")
 @click.option("--load-cache", metavar="DIR", help="Take a snapshot's blocks into the cache first.")
 @click.option("--save-cache", metavar="DIR", help="Write the prompts' blocks there at the end.")
@@ -51,6 +69,7 @@ def command(
     load_cache: str | None,
     save_cache: str | None,
     stream: bool | None,
+    early_stopping: str,
     **sampling: Any,
 ) -> None:
     """Complete PROMPTS; "-" reads one prompt from stdin.
@@ -60,7 +79,7 @@ def command(
     Text goes to stdout; a line for each prompt on stderr says how many of its tokens came from the
     cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
     """
-    params = SamplingParams(**sampling)
+    params = SamplingParams(early_stopping=_EARLY[early_stopping], **sampling)
     jobs = [
         *_typed(prompts, chat, system),
         *(job for file in files for job in _from_file(Path(file), chat, system)),
@@ -75,8 +94,8 @@ def command(
     if load_cache is not None:
         common.note(f"{load_cache}: {llm.load_cache(load_cache)} tokens can be hit")
     if stream is None:
-        stream = sys.stdout.isatty() and not common.as_json and len(jobs) == 1 and params.n == 1
-    if stream and not common.as_json and params.n == 1:
+        stream = sys.stdout.isatty() and not common.as_json and len(jobs) == 1
+    if stream and not common.as_json and params.num_sequences == 1:
         for ids in prompts_ids:
             _print_stream(common, llm, ids, params, extra)
     else:
@@ -91,7 +110,8 @@ def _print_outputs(common: Common, outputs: list[RequestOutput], params: Samplin
         return
     for output in outputs:
         for sample in output.outputs:
-            print(f"[{sample.index}] {sample.text}" if params.n > 1 else sample.text)
+            score = "" if sample.score is None else f" ({sample.score:.3f})"
+            print(f"[{sample.index}]{score} {sample.text}" if params.n > 1 else sample.text)
         common.note(summary(output))
 
 
@@ -177,6 +197,10 @@ def summary(output: RequestOutput) -> str:
     )
 
 
+def _own(entries: Sequence[PositionLogprobs | None]) -> list[float | None]:
+    return [None if entry is None else entry.token.logprob for entry in entries]
+
+
 def describe(output: RequestOutput) -> dict[str, Any]:
     """A request's output as plain data."""
     return {
@@ -189,6 +213,7 @@ def describe(output: RequestOutput) -> dict[str, Any]:
         "num_preemptions": output.num_preemptions,
         "ttft_s": output.ttft_s,
         "latency_s": output.latency_s,
+        **({} if output.prompt_logprobs is None else {"prompt_logprobs": _own(output.prompt_logprobs)}),
         "samples": [
             {
                 "index": sample.index,
@@ -196,6 +221,7 @@ def describe(output: RequestOutput) -> dict[str, Any]:
                 "token_ids": list(sample.token_ids),
                 "finish_reason": sample.finish_reason,
                 **({} if sample.logprobs is None else {"logprobs": list(sample.logprobs)}),
+                **({} if sample.score is None else {"score": sample.score}),
             }
             for sample in output.outputs
         ],

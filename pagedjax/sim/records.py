@@ -21,6 +21,7 @@ class TraceError(ValueError):
 
 
 def fail(path: Path, line: int, got: str, rule: str) -> NoReturn:
+    """Raise TraceError: file, line, what was got and the rule it breaks."""
     raise TraceError(f"{path}:{line}: {got}: {rule}")
 
 
@@ -59,6 +60,11 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered JSON objects, one a line.
+
+    Raises:
+        TraceError: As `lines`, or a line is no JSON object.
+    """
     for number, text in lines(path):
         try:
             record = json.loads(text)
@@ -78,9 +84,15 @@ class Row:
         self.path, self.line, self.record = path, line, record
 
     def fail(self, got: str, rule: str) -> NoReturn:
+        """Raise TraceError for this record."""
         fail(self.path, self.line, got, rule)
 
     def number(self, *names: str, default: float | None = None) -> float:
+        """The first of the named fields that is there, or `default`.
+
+        Raises:
+            TraceError: None is there and there is no default, or it is no number.
+        """
         for name in names:
             if name in self.record:
                 value = self.record[name]
@@ -95,12 +107,18 @@ class Row:
         return default
 
     def length(self, *names: str, least: int = 0, default: int | None = None) -> int:
+        """The same for a whole number of tokens, at least `least`."""
         value = self.number(*names, default=default)
         if value != int(value) or value < least:
             self.fail(f"{names[0]}={value}", f"must be a whole number of tokens, at least {least}")
         return int(value)
 
     def ids(self, name: str, dtype: type) -> np.ndarray:
+        """A flat list of ids as `dtype`[n].
+
+        Raises:
+            TraceError: It is none, or an id is negative or does not fit.
+        """
         value = self.record.get(name)
         if not isinstance(value, list):
             self.fail(f"{name}={type(value).__name__}", "must be a list of whole numbers")
@@ -124,6 +142,11 @@ class Clock:
         self.last = float("-inf")
 
     def check(self, row: Row, time_s: float) -> float:
+        """`time_s` itself.
+
+        Raises:
+            TraceError: It lies before the last one.
+        """
         if time_s < self.last:
             row.fail(f"time {time_s:g} s after {self.last:g} s", "times must not decrease; sort the file")
         self.last = time_s

@@ -1,0 +1,159 @@
+"""The strongest test: greedy tokens are the dense judge's whatever index, policy, sizes, sharing and preemption.
+
+The default suite takes a sample in which every pair of settings occurs; the whole product is marked `full`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import TokenChain
+from pagedjax.request import SamplingParams
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "index": ("hash", "radix", "table"),
+    "policy": ("lru", "fifo", "lfu", "slru", "s3fifo", "cost", "retention"),
+    "block_size": (1, 4, 16),
+    "chunk_tokens": (5, 16, 64),
+    "preemption": ("none", "recompute", "recompute, tier", "swap", "tier"),
+    "dedup": (None, True, False),
+    "prefix_caching": (True, False),
+    "partial": (0, 1),
+}
+SAMPLE = 160
+NUM_OUTPUT = 8
+_rng = np.random.default_rng(7)
+_STEMS = _rng.integers(0, 256, (2, 36)).tolist()
+PROMPTS = [
+    [*_STEMS[which][:length], *_rng.integers(0, 256, tail).tolist()]
+    for which, length, tail in ((0, 36, 2), (0, 21, 5), (1, 17, 1), (0, 36, 2), (1, 35, 3), (1, 17, 1))
+]
+
+
+def sample_pairwise(factors: dict[str, tuple[Any, ...]], count: int, seed: int = 0) -> list[tuple[Any, ...]]:
+    """Combinations in which every pair of values of two factors occurs, filled up at random to `count`."""
+    rng = np.random.default_rng(seed)
+    names = list(factors)
+    pairs = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for a in range(len(factors[names[i]]))
+        for b in range(len(factors[names[j]]))
+    }
+    sizes = [len(factors[name]) for name in names]
+    chosen: dict[tuple[int, ...], None] = {}
+
+    def new_pairs(combination: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        both = itertools.combinations(enumerate(combination), 2)
+        return {(i, a, j, b) for (i, a), (j, b) in both} & pairs
+
+    while pairs or len(chosen) < count:
+        candidates = [tuple(int(rng.integers(n)) for n in sizes) for _ in range(30 if pairs else 1)]
+        best = max(candidates, key=lambda c: len(new_pairs(c)))
+        pairs -= new_pairs(best)
+        chosen[best] = None
+    return [tuple(factors[name][v] for name, v in zip(names, c, strict=True)) for c in chosen]
+
+
+def test_the_sample_holds_every_pair():
+    sample = sample_pairwise(FACTORS, SAMPLE)
+    assert len(sample) == len(set(sample)) >= 150
+    for (i, left), (j, right) in itertools.combinations(enumerate(FACTORS.values()), 2):
+        assert {(c[i], c[j]) for c in sample} == set(itertools.product(left, right))
+
+
+@pytest.fixture
+def check(tiny, make_engine, greedy_judge):
+    """`check(combination)` → counters of the run; asserts the judge's tokens."""
+
+    def run(combination: tuple[Any, ...]) -> dict[str, int]:
+        options = dict(zip(FACTORS, combination, strict=True))
+        forced = options.pop("preemption")
+        host = 0 if forced in ("none", "recompute") else 200
+        engine = make_engine(
+            tiny,
+            num_blocks=1025 if options["block_size"] == 1 else 130,  # as other tests: programs are shared
+            preemption="swap" if forced == "swap" else "recompute",
+            host_blocks=host,
+            poison=forced == "none",
+            **options,
+        )
+        _leave_free(engine.manager, 64)
+        rng = np.random.default_rng(0)
+        ids, outputs = [], {}
+        for number, prompt in enumerate(PROMPTS):
+            ids.append(engine.add(prompt, SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True)))
+            if number == 2:  # what follows can hit what came before
+                _drain(engine, outputs, forced, rng)
+        _drain(engine, outputs, forced, rng)
+        engine.manager.check_invariants()
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert list(outputs[request_id].outputs[0].token_ids) == greedy_judge(prompt, NUM_OUTPUT), options
+        stats = engine.manager.stats
+        return {
+            "hits": stats.hit_tokens,
+            "evictions": stats.evictions,
+            "preemptions": engine.scheduler.num_preemptions,
+            "swaps": engine.scheduler.num_swaps,
+            "host hits": stats.host_hit_tokens,
+            "partial hits": stats.partial_hits,
+            "dedup": stats.dedup_blocks,
+        }
+
+    return run
+
+
+def _leave_free(manager, num_tokens):
+    """Somebody holds all blocks but those of so many tokens, so that there are evictions."""
+    spare = manager.num_usable - manager.num_blocks_for(num_tokens)
+    hog = TokenChain([0] * (spare * manager.block_size), block_size=manager.block_size)
+    manager.begin(-1, hog)
+    assert manager.reserve(-1, len(hog))
+
+
+def _drain(engine, outputs, forced, rng):
+    step = 0
+    while engine.has_work:
+        step += 1
+        running = engine.scheduler.running
+        # Only so often: who loses everything every few steps may never get to its end.
+        if forced in ("recompute", "recompute, tier", "swap") and running and step % 5 == 0 and step <= 40:
+            engine.scheduler._preempt(running[int(rng.integers(len(running)))])
+        for output in engine.step():
+            outputs[output.request_id] = output
+
+
+PARTS = 8
+
+
+@pytest.fixture(scope="module")
+def totals():
+    """Counters summed over the parts that ran."""
+    return {"parts": 0}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_greedy_tokens_are_the_judges_in_every_pair_of_settings(check, totals, part):
+    for combination in sample_pairwise(FACTORS, SAMPLE)[part::PARTS]:
+        for name, count in check(combination).items():
+            totals[name] = totals.get(name, 0) + count
+    totals["parts"] += 1
+
+
+def test_nothing_was_left_untried(totals):
+    if totals["parts"] < PARTS:
+        pytest.skip("needs all parts of the sample in one run")
+    assert all(totals.values()), totals
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", FACTORS["block_size"])
+@pytest.mark.parametrize("preemption", FACTORS["preemption"])
+def test_greedy_tokens_are_the_judges_in_the_whole_product(check, block_size, preemption):
+    whole = FACTORS | {"block_size": (block_size,), "preemption": (preemption,)}
+    for combination in itertools.product(*whole.values()):
+        check(combination)

@@ -133,8 +133,17 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 def rope_tables(positions: Array, frequencies: np.ndarray, factor: float) -> tuple[Array, Array]:
     """cos and sin of every token's angles, f32[T, H / 2] each."""
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def tables() -> tuple[Array, Array]:
+        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def zeros() -> tuple[Array, Array]:
+        return (jnp.zeros((positions.shape[0], len(frequencies))),) * 2
+
+    # The branch is always taken, but XLA cannot know. Without one it fuses the cosines into the queries and
+    # keys of every layer (a barrier does not stop it on CPU) and computes them anew for each head.
+    return jax.lax.cond(positions[0] >= 0, tables, zeros)
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:

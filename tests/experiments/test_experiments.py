@@ -17,9 +17,8 @@ from experiments import common  # noqa: E402
 
 NAMES = common.names()
 # Each of these compiles a decoder: about 9 seconds of the 10 allowed.
-DECODERS = [
-    n for n in NAMES if "_decoder import" in (common.FOLDER / f"{n.replace('-', '_')}.py").read_text()
-]
+SOURCES = {n: (common.FOLDER / f"{n.replace('-', '_')}.py").read_text() for n in NAMES}
+DECODERS = [n for n in NAMES if "_decoder import" in SOURCES[n] or "JaxRunner" in SOURCES[n]]
 SMOKES = [pytest.param(n, marks=pytest.mark.full) if n in DECODERS else n for n in NAMES]
 COUNTED = ["hit-length", "indexes", "ledger"]  # these need no shared data
 
@@ -48,7 +47,14 @@ def test_smoke_run_gives_rows_table_and_plot(name: str, tmp_path: Path, data: Pa
     assert header["experiment"] == name and set(header["data"]) == set(experiment.data)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if common.load(n).kind != "measured"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.full) if n in DECODERS else n
+        for n in NAMES
+        if common.load(n).kind != "measured"
+    ],
+)
 def test_runs_are_pure(name: str, tmp_path: Path, data: Path) -> None:
     experiment = common.load(name)
     if any(not (data / f).is_file() for f in experiment.data):

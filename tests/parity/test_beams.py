@@ -40,25 +40,31 @@ def assert_equal(output, expected):
         assert abs(found.score - score) <= 1e-3
 
 
-def test_smollm_beams_equal_transformers(torch, smollm, smollm_judge):
-    from pagedjax import LLM, SamplingParams
+@pytest.fixture(scope="module")
+def llm(smollm_path):
+    from pagedjax import LLM
+
+    return LLM("smollm2-135m", progress=False, cache__num_blocks=400, scheduler__max_num_seqs=8)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_smollm_beams_equal_transformers(torch, llm, smollm_judge, width, penalty):
+    from pagedjax import SamplingParams
 
     model, _ = smollm_judge
-    llm = LLM("smollm2-135m", progress=False, cache__num_blocks=400, scheduler__max_num_seqs=8)
     eos = llm.model_config.eos_token_ids or llm.tokenizer.eos_token_ids
-    prompts = [llm.encode(text) for text in TEXTS]
     chat = llm.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompts = [llm.encode(TEXTS[width % 3]), chat, chat]
     ended = 0
-    for width, penalty, early in itertools.product(WIDTHS, PENALTIES, EARLY):
-        for prompt in [prompts[width % 3], chat]:
-            sampling = SamplingParams(
-                max_tokens=20, beam_width=width, n=width, length_penalty=penalty, early_stopping=early
-            )
-            output = llm.generate([prompt], sampling)[0]
-            expected = hf_beams(torch, model, prompt, width, penalty, early, 20, eos)
-            assert_equal(output, expected)
-            ended += sum(ids[-1] in eos for ids, _ in expected)
-    assert ended > 20
+    for prompt, early in zip(prompts, EARLY, strict=True):
+        sampling = SamplingParams(
+            max_tokens=20, beam_width=width, n=width, length_penalty=penalty, early_stopping=early
+        )
+        expected = hf_beams(torch, model, prompt, width, penalty, early, 20, eos)
+        assert_equal(llm.generate([prompt], sampling)[0], expected)
+        ended += sum(ids[-1] in eos for ids, _ in expected)
+    assert ended
 
 
 def tiny_hf(torch, seed=0):

@@ -28,10 +28,16 @@ from pagedjax.sim.simulator import simulate
 PRINTED = {2: 0.0609, 4: 0.0853, 6: 0.0979}
 
 
+COUNT = {"alpaca": 300, "sharegpt": 60}
+
+
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    count = 10 if smoke else 300
-    names = ("alpaca",) if smoke else ("alpaca", "sharegpt")
-    return [{"workload": w, "n": n, "requests": count, "seed": seed} for w in names for n in (1, 2, 4, 6)]
+    names = ("alpaca",) if smoke else tuple(COUNT)
+    return [
+        {"workload": w, "n": n, "requests": 10 if smoke else COUNT[w], "seed": seed}
+        for w in names
+        for n in (1, 2, 4, 6)
+    ]
 
 
 def _run(unit: Unit, data: Path) -> Iterator[Row]:

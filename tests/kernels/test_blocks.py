@@ -13,6 +13,7 @@ from pagedjax.kernels import (
     copy_blocks,
     gather_blocks,
     make_pool,
+    native,
     paged_attention,
     plan_ragged,
     scatter_blocks,
@@ -31,6 +32,18 @@ def kv(num_tokens, layout=LAYOUT, seed=0):
     rng = np.random.default_rng(seed)
     shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
     return rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
+
+
+@pytest.fixture(autouse=True, params=["native", "xla"])
+def writer(request, monkeypatch):
+    """Who stores keys and values: the C++ library, or XLA's scatter."""
+    if request.param == "xla":
+        monkeypatch.setattr(native, "serves", lambda pool: False)
+    elif native.compiler() is None:
+        pytest.skip("native cannot be built: no C++ compiler here")
+    else:
+        native.load()
+    jax.clear_caches()
 
 
 def test_layout_rounds_up_to_lanes_and_counts_bytes():

@@ -1,0 +1,68 @@
+"""The C++ library: built once, told about when it cannot be, and never half there."""
+
+import os
+import stat
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.kernels import KVLayout, make_pool, native, write_kv
+
+
+@pytest.fixture
+def empty_folder(monkeypatch, tmp_path):
+    """No library is built or loaded, and one would be built under tmp_path."""
+    monkeypatch.setattr(native, "user_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(native, "_loaded", lambda: False)
+    return tmp_path
+
+
+def test_without_a_compiler_xla_serves_unless_native_was_asked_for(empty_folder, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.compiler() is None and not native.needs_build()
+    native.prepare()
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler on PATH; install one .* or set CXX"):
+        native.prepare("native")
+    with pytest.raises(NotImplementedError, match="native is not built for this CPU"):
+        native._require(make_pool(KVLayout(1, 2, 8, 1, 8)))
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(empty_folder, monkeypatch):
+    broken = empty_folder / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'no vector unit' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CXX", str(broken))
+    assert native.needs_build()
+    with pytest.warns(RuntimeWarning, match=r"(?s)no vector unit.*slower xla implementation serves"):
+        native.prepare()
+    with pytest.raises(RuntimeError, match="no vector unit"):
+        native.prepare("native")
+    native.prepare("xla")  # does not look
+    assert os.listdir(empty_folder / "native") == []
+
+
+def test_the_library_is_named_by_all_that_makes_it(monkeypatch):
+    names = {native.library_path().name}
+    for name, value in (("_FLAGS", ("-O0",)), ("_machine", lambda: "another CPU")):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, name, value)
+            names.add(native.library_path().name)
+    assert len(names) == 3
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="native cannot be built: no C++ compiler here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_land_as_xla_scatters_them(monkeypatch, dtype):
+    native.load()
+    layout = KVLayout(2, 4, 8, 3, 8, dtype)
+    draw = np.random.default_rng(0)
+    k, v = (jnp.asarray(draw.standard_normal((6, 3, 8)), jnp.float32) for _ in range(2))
+    slots = np.array([9, -1, 31, 32, 10**6, 0], np.int32)  # the layer has 32
+    for layer in (0, 1):
+        ours = np.asarray(write_kv(make_pool(layout, 7.0), layer, k, v, slots).data)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "serves", lambda pool: False)
+            theirs = np.asarray(write_kv(make_pool(layout, 7.0), layer, k, v, slots).data)
+        np.testing.assert_array_equal(ours, theirs)
+        assert (ours != 7).any()

@@ -14,7 +14,9 @@ SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 def compiled(capsys, *args):
     """(exit code, rows) of the command in JSON."""
     code = main(["compile", "--json", "--quiet", *args])
-    return code, json.loads(capsys.readouterr().out)["compiled"]
+    captured = capsys.readouterr()
+    assert captured.out, captured.err
+    return code, json.loads(captured.out)["compiled"]
 
 
 def needs(target):

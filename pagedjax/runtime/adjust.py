@@ -1,9 +1,9 @@
 """Changes of single logits before a token is chosen: penalties, biases, tokens that may not come yet.
 
 What a row changes is a short list of tokens, not a vector over the vocabulary: its prompt and answer, its
-biased tokens, its end tokens while min_tokens lasts. The lists are padded to one static width, so no program
-is added, and worked off in slices by a loop that runs zero times where no row changes anything. Such a step
-gets the same empty lists again, which lie on the device already: nothing is built and nothing is sent.
+biased tokens, its end tokens while min_tokens lasts. Steps without such a row never come here; one with such
+a row draws again from the changed logits, in a program of its own: one per number of samples in a bucket,
+compiled when first asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Adjustments:
         repetition: f32[Q], 1 is off.
         presence: f32[Q], 0 is off.
         frequency: f32[Q], 0 is off.
-        num_slices: i32[], slices of the lists that hold entries; 0: nothing to do.
+        num_slices: i32[], slices of the lists that hold entries.
     """
 
     ids: Array
@@ -46,42 +46,32 @@ class Adjustments:
     num_slices: Array
 
     @classmethod
-    def none(cls, rows: int, vocab_size: int, max_model_len: int) -> Adjustments:
-        """Nothing to change, on the device. E is the most a row can need."""
+    def pack(
+        cls, sequences: list[Sequence], rows: int, vocab_size: int, max_model_len: int
+    ) -> Adjustments | None:
+        """Lists for a step's samples, padded to the most a row can need; None where none changes anything."""
+        if not any(_changes(seq) for seq in sequences):
+            return None
         entries = min(vocab_size, max_model_len + MAX_BIASED + MAX_END_IDS)
         shape = (rows, -(-entries // _SLICE) * _SLICE)
         ids = np.full(shape, vocab_size, np.int32)
-        ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
-        empty = cls(
-            ids, np.full(shape, -1, np.int32), np.zeros(shape, np.float32), ones, zeros, zeros, np.int32(0)
-        )
-        placed: Adjustments = jax.device_put(empty)
-        return placed
-
-    def filled(self, sequences: list[Sequence], vocab_size: int) -> Adjustments:
-        """Lists of the same shape for a step's samples; `self` where none of them changes anything."""
-        if not any(_changes(seq) for seq in sequences):
-            return self
-        rows, width = self.ids.shape
-        ids = np.full((rows, width), vocab_size, np.int32)
-        counts = np.full((rows, width), -1, np.int32)
-        bias = np.zeros((rows, width), np.float32)
-        factors = np.tile(np.array([[1.0], [0.0], [0.0]], np.float32), (1, rows))
+        counts = np.full(shape, -1, np.int32)
+        bias = np.zeros(shape, np.float32)
+        repetition = np.ones(rows, np.float32)
+        presence, frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         longest = 0
         for row, seq in enumerate(sequences):
             if not _changes(seq):
                 continue
-            entries = _entries(seq, vocab_size)
-            longest = max(longest, len(entries[0]))
-            for array, values in zip((ids, counts, bias), entries):
+            lists = _entries(seq, vocab_size)
+            longest = max(longest, len(lists[0]))
+            for array, values in zip((ids, counts, bias), lists):
                 array[row, : len(values)] = values
             p = seq.request.sampling
-            factors[:, row] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        num_slices = np.int32(-(-longest // _SLICE))
-        repetition, presence, frequency = factors
-        lists = Adjustments(ids, counts, bias, repetition, presence, frequency, num_slices)
-        placed: Adjustments = jax.device_put(lists)
-        return placed
+            repetition[row] = p.repetition_penalty
+            presence[row], frequency[row] = p.presence_penalty, p.frequency_penalty
+        num_slices = np.array(-(-longest // _SLICE), np.int32)
+        return cls(ids, counts, bias, repetition, presence, frequency, num_slices)
 
 
 def _changes(seq: Sequence) -> bool:
@@ -115,23 +105,16 @@ def _entries(seq: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np
     )
 
 
-def adjust(logits: Array, a: Adjustments) -> tuple[Array, Array]:
-    """Change the listed logits.
-
-    Order: repetition penalty, presence and frequency penalty, bias.
+def adjust(logits: Array, a: Adjustments) -> Array:
+    """Change the listed logits: repetition penalty, presence and frequency penalty, bias, in this order.
 
     Args:
         logits: f32[Q, V].
         a: What to change.
-
-    Returns:
-        The changed logits, in place where nothing else needs the old ones, and f32[Q, E] the old values of
-        those changed, for `restored`.
     """
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
-    def turn(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        changed, saved = carry
+    def turn(i: Array, changed: Array) -> Array:
         ids, counts, bias = (
             jax.lax.dynamic_slice_in_dim(x, i * _SLICE, _SLICE, 1) for x in (a.ids, a.counts, a.bias)
         )
@@ -140,21 +123,7 @@ def adjust(logits: Array, a: Adjustments) -> tuple[Array, Array]:
         new = jnp.where(old > 0, old / factor, old * factor)
         times = jnp.maximum(counts, 0).astype(jnp.float32)
         new -= a.presence[:, None] * (times > 0) + a.frequency[:, None] * times
-        changed = changed.at[rows, ids].set(new + bias, mode="drop")
-        return changed, jax.lax.dynamic_update_slice_in_dim(saved, old, i * _SLICE, 1)
+        return changed.at[rows, ids].set(new + bias, mode="drop")
 
-    start = (logits, jnp.zeros(a.ids.shape, jnp.float32))
-    done: tuple[Array, Array] = jax.lax.fori_loop(0, a.num_slices, turn, start)
+    done: Array = jax.lax.fori_loop(0, a.num_slices, turn, logits)
     return done
-
-
-def restored(logits: Array, saved: Array, a: Adjustments) -> Array:
-    """The logits before `adjust`, bit for bit."""
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-
-    def turn(i: Array, changed: Array) -> Array:
-        ids, old = (jax.lax.dynamic_slice_in_dim(x, i * _SLICE, _SLICE, 1) for x in (a.ids, saved))
-        return changed.at[rows, ids].set(old, mode="drop")
-
-    back: Array = jax.lax.fori_loop(0, a.num_slices, turn, logits)
-    return back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.kernels import RaggedBatch, plan_ragged
 from pagedjax.kernels.plan import CHUNK_TOKENS
 from pagedjax.request import Sequence as Sample
-from pagedjax.runtime.adjust import Adjustments
 from pagedjax.runtime.sampling import SamplingBatch
 from pagedjax.scheduler import StepPlan
 
@@ -111,7 +110,6 @@ class StepBatch:
         ragged: Lengths, tables, slots and work list of the rows, one per KV group.
         sample_index: i32[Q] which of the T tokens each sample reads its logits from.
         sampling: Parameters of the Q samples.
-        adjustments: Changes of their logits.
     """
 
     tokens: Array
@@ -119,7 +117,6 @@ class StepBatch:
     ragged: tuple[RaggedBatch, ...]
     sample_index: Array
     sampling: SamplingBatch
-    adjustments: Adjustments
 
 
 def pack(
@@ -128,8 +125,6 @@ def pack(
     *,
     block_size: int,
     table_width: int,
-    vocab_size: int,
-    no_adjustments: Callable[[int], Adjustments],
     windows: Sequence[Sequence[int | None]] = ((None,),),
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> StepBatch:
@@ -140,8 +135,6 @@ def pack(
         bucket: One that `fits`.
         block_size: B.
         table_width: M, the width of an empty plan's table.
-        vocab_size: V.
-        no_adjustments: Q → empty lists on the device.
         windows: Per KV group the attention windows of its layers.
         chunk_tokens: Keys per decode item.
     """
@@ -178,5 +171,4 @@ def pack(
         for table, group in zip(tables, windows, strict=True)
     )
     sampling = SamplingBatch.pack(sequences, bucket.num_samples)
-    adjustments = no_adjustments(bucket.num_samples).filled(sequences, vocab_size)
-    return StepBatch(tokens, positions, ragged, sample_index, sampling, adjustments)
+    return StepBatch(tokens, positions, ragged, sample_index, sampling)

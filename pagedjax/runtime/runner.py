@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,15 +16,29 @@ from pagedjax.engine import StepResult
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
 from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
-from pagedjax.runtime.adjust import Adjustments
+from pagedjax.runtime.asked import answer_asked
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.prompt_scores import PromptScores
-from pagedjax.runtime.sampling import Drawn, sample_tokens
+from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.scheduler import StepPlan
 
 Array = Any
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device beside the pools.
+
+    Attributes:
+        tokens: i32[Q] drawn tokens.
+        logits: f32[Q, V] they were drawn from.
+        hidden: f[T, D] of the step's tokens.
+    """
+
+    tokens: Array
+    logits: Array
+    hidden: Array
 
 
 class JaxRunner:
@@ -86,10 +100,6 @@ class JaxRunner:
             pack,
             block_size=self.block_size,
             table_width=self._table_width,
-            vocab_size=model.vocab_size,
-            no_adjustments=functools.cache(
-                lambda rows: Adjustments.none(rows, model.vocab_size, max_model_len)
-            ),
             windows=windows,
             chunk_tokens=decode_chunk_tokens(),
         )
@@ -107,13 +117,14 @@ class JaxRunner:
 
         def step(
             params: dict[str, Any], pools: tuple[KVPool, ...], batch: StepBatch
-        ) -> tuple[Drawn, Array, tuple[KVPool, ...]]:
+        ) -> tuple[StepOutput, tuple[KVPool, ...]]:
             hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
-            return sample_tokens(rows, batch.sampling, batch.adjustments), hidden, pools
+            return StepOutput(sample_tokens(rows, batch.sampling), rows, hidden), pools
 
         self.step_fn = jax.jit(step, donate_argnums=1)
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef))
+        self._max_model_len = max_model_len
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -137,20 +148,14 @@ class JaxRunner:
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())
         packed = time.perf_counter()
-        drawn, hidden = self._dispatch(bucket, batch)
+        out = self._dispatch(bucket, batch)
         dispatched = time.perf_counter()
-        count = plan.num_samples
-        tokens = np.asarray(drawn.tokens)[:count].tolist()
-        logprobs = np.asarray(drawn.logprobs)[:count].tolist()
-        details: dict[str, Any] = {}
-        if batch.sampling.want_logprobs:
-            details["ranks"] = np.asarray(drawn.ranks)[:count].tolist()
-            details["top_ids"] = np.asarray(drawn.top_ids)[:count]
-            details["top_logprobs"] = np.asarray(drawn.top_logprobs)[:count]
-        details["prompt"] = self.prompt_scores.of(plan, self.params, hidden)
+        samples = [seq for row in plan.rows for seq in row.samples]
+        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len)
+        prompt = self.prompt_scores.of(plan, self.params, out.hidden)
         elapsed = time.perf_counter() - started
         times = (elapsed, packed - copied, dispatched - packed, copied - started)
-        return StepResult(tokens, logprobs, *times, **details)
+        return StepResult(asked.tokens, asked.logprobs, *times, *asked[2:], prompt)
 
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
@@ -189,13 +194,13 @@ class JaxRunner:
         """Step programs compiled so far."""
         return self.step_fn._cache_size()  # type: ignore[attr-defined]
 
-    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> tuple[Drawn, Array]:
+    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> StepOutput:
         if bucket not in self._compiled:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add(bucket)
-        drawn, hidden, self.pools = self.step_fn(self.params, self.pools, batch)
-        return drawn, hidden
+        out, self.pools = self.step_fn(self.params, self.pools, batch)
+        return out
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

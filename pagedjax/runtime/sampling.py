@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.request import MAX_CANDIDATES, SamplingParams, Sequence
-from pagedjax.runtime.adjust import Adjustments, adjust, restored
+from pagedjax.request import MAX_CANDIDATES, Sequence
 
 Array = Any
-
-
-class Drawn(NamedTuple):
-    """What one step says about its Q samples; all but the tokens is zero where nobody asked.
-
-    Attributes:
-        tokens: i32[Q].
-        logprobs: f32[Q], of the tokens under softmax(logits), before penalties, temperature and filters.
-        ranks: i32[Q], of the tokens under the same; 1 is the likeliest.
-        top_ids: i32[Q, min(64, V)], the likeliest tokens, best first.
-        top_logprobs: f32[Q, min(64, V)].
-    """
-
-    tokens: Array
-    logprobs: Array
-    ranks: Array
-    top_ids: Array
-    top_logprobs: Array
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +27,6 @@ class SamplingBatch:
         seed: u32[Q], the request's.
         sample: i32[Q], index of the sample within its request.
         position: i32[Q], position the drawn token will have in its sequence.
-        want_logprobs: bool[], whether any row asked for log-probabilities, or is a beam.
     """
 
     temperature: Array
@@ -56,7 +36,6 @@ class SamplingBatch:
     seed: Array
     sample: Array
     position: Array
-    want_logprobs: Array
 
     @classmethod
     def pack(cls, sequences: list[Sequence], size: int) -> SamplingBatch:
@@ -75,15 +54,10 @@ class SamplingBatch:
             seed=column([seq.request.seed for seq in sequences], 0, np.uint32),
             sample=column([seq.index for seq in sequences], 0, np.int32),
             position=column([seq.num_tokens for seq in sequences], 0, np.int32),
-            want_logprobs=np.array(any(_wants_logprobs(p) for p in params)),
         )
 
 
-def _wants_logprobs(p: SamplingParams) -> bool:
-    return p.logprobs is not None or p.waits_for_all
-
-
-def sample_tokens(logits: Array, batch: SamplingBatch, adjustments: Adjustments) -> Drawn:
+def sample_tokens(logits: Array, batch: SamplingBatch) -> Array:
     """Draw one token per row.
 
     The key of a row is (seed, sample, position): what is drawn depends on neither the batch nor on
@@ -93,9 +67,10 @@ def sample_tokens(logits: Array, batch: SamplingBatch, adjustments: Adjustments)
     Args:
         logits: f32[Q, V].
         batch: Parameters of the Q rows.
-        adjustments: Penalties and biases of the Q rows.
+
+    Returns:
+        i32[Q].
     """
-    logits, saved = adjust(logits, adjustments)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = batch.temperature > 0.0
     filters = random & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
@@ -112,38 +87,25 @@ def sample_tokens(logits: Array, batch: SamplingBatch, adjustments: Adjustments)
         )
         return jnp.where(random, drawn, greedy)
 
-    tokens = jax.lax.cond(jnp.any(random), draw, lambda _: greedy, None)
-    scores = jax.lax.cond(
-        batch.want_logprobs,
-        lambda: score_tokens(restored(logits, saved, adjustments), tokens),
-        lambda: no_scores(*logits.shape),
-    )
-    return Drawn(tokens, *scores)
+    return jax.lax.cond(jnp.any(random), draw, lambda _: greedy, None)
 
 
 def score_tokens(logits: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
-    """Log-probability and rank of given tokens, and the likeliest tokens: the parts of `Drawn` after `tokens`.
+    """Log-probability and rank of given tokens, and the likeliest tokens, under softmax(logits).
 
     Args:
         logits: f32[Q, V].
         tokens: i32[Q].
+
+    Returns:
+        logprobs f32[Q], natural log; ranks i32[Q], 1 is the likeliest; the likeliest tokens, best first,
+        i32[Q, min(64, V)], and their log-probabilities f32[Q, min(64, V)].
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
     top, ids = jax.lax.top_k(logits, min(MAX_CANDIDATES, logits.shape[-1]))
     return own[:, 0] - total, ranks, ids.astype(jnp.int32), top - total[:, None]
-
-
-def no_scores(rows: int, vocab: int) -> tuple[Array, Array, Array, Array]:
-    """What `score_tokens` gives where nobody asked: zeros."""
-    shape = (rows, min(MAX_CANDIDATES, vocab))
-    return (
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape, jnp.float32),
-    )
 
 
 def _gumbel(seed: Array, sample: Array, position: Array, size: int) -> Array:

@@ -10,7 +10,9 @@ from judges import dense_beams, numpy_forward
 from pagedjax.cache import TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.request import SamplingParams
-from pagedjax.runtime import Adjustments, Buckets, SamplingBatch, sample_tokens
+from pagedjax.runtime import Adjustments, Buckets
+from pagedjax.runtime.adjust import adjust
+from pagedjax.runtime.asked import draw_adjusted, score
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +64,9 @@ def test_B058_beams_equal_the_dense_reference(tiny, make_engine, run_all, dense_
     outputs = run_all(engine)
     for request_id, prompt, penalty in zip(jobs, prompts, (1.0, 0.6)):
         want = dense_beams(dense_logprobs, prompt, 4, 20, penalty)
-        for beam, (ids, score) in zip(outputs[request_id].outputs, want, strict=True):
+        for beam, (ids, worth) in zip(outputs[request_id].outputs, want, strict=True):
             assert list(beam.token_ids) == ids
-            assert beam.score == pytest.approx(score, abs=1e-4)
+            assert beam.score == pytest.approx(worth, abs=1e-4)
             whole = [*prompt, *ids]
             rescored = [dense_logprobs(whole[:i])[whole[i]] for i in range(len(prompt), len(whole))]
             np.testing.assert_allclose(beam.logprobs, rescored, atol=1e-4)
@@ -214,47 +216,20 @@ def test_penalties_equal_their_definition_beside_rows_without(
     assert list(outputs[same].outputs[0].token_ids) == expected
 
 
-def test_adjustments_longer_than_a_slice_and_restored_bit_for_bit():
-    """300 listed tokens of 1000: three turns of the loop; log-probabilities are of the logits before."""
-    vocab, rows = 1000, 3
-    logits = np.random.default_rng(0).normal(size=(rows, vocab)).astype(np.float32)
-    none = Adjustments.none(rows, vocab, 900)
-    ids = np.array(none.ids)
-    bias = np.array(none.bias)
-    order = np.random.default_rng(1).permutation(vocab)[:300]
+def test_adjustments_longer_than_a_slice():
+    """300 listed tokens of 1000: three turns of the loop, no other logit touched."""
+    logits = np.random.default_rng(0).normal(size=(3, 1000)).astype(np.float32)
+    ids, bias = np.full((3, 384), 1000, np.int32), np.zeros((3, 384), np.float32)
+    order = np.random.default_rng(1).permutation(1000)[:300]
     ids[1, :300], bias[1, :300] = order, np.linspace(-3, 30, 300)
-    lists = Adjustments(ids, none.counts, bias, none.repetition, none.presence, none.frequency, np.int32(3))
-    zeros = np.zeros(rows, np.int32)
-    batch = SamplingBatch(
-        zeros.astype(np.float32), zeros, np.ones(rows, np.float32), zeros.astype(np.float32),
-        zeros.astype(np.uint32), zeros, zeros, np.array(True),
-    )  # fmt: skip
-    run = jax.jit(sample_tokens)
-    plain, changed = run(logits, batch, none), run(logits, batch, lists)
-    want = logits[1].copy()
-    want[order] += np.linspace(-3, 30, 300)
-    assert np.asarray(changed.tokens).tolist() == [logits[0].argmax(), want.argmax(), logits[2].argmax()]
-    assert (np.asarray(plain.top_logprobs) == np.asarray(changed.top_logprobs)).all()
-    assert run._cache_size() <= 2  # host and device arrays of one shape: one program
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    lists = Adjustments(ids, np.full((3, 384), -1, np.int32), bias, ones, zeros, zeros, np.array(3, np.int32))
+    want = logits.copy()
+    want[1, order] += bias[1, :300]
+    np.testing.assert_array_equal(np.asarray(jax.jit(adjust)(logits, lists)), want)
 
 
-def test_a_step_without_penalties_sends_the_same_empty_lists(tiny, make_engine):
-    engine = make_engine(tiny)
-    seen = []
-    pack = engine.runner._pack
-    engine.runner._pack = lambda *a: seen.append(pack(*a)) or seen[-1]
-    try:
-        engine.add(prompt_of(5), greedy(4))
-        while engine.has_work:
-            engine.step()
-    finally:
-        engine.runner._pack = pack
-    assert len(seen) == 4
-    first = {b.adjustments.ids.shape: b.adjustments for b in reversed(seen)}
-    assert all(first[b.adjustments.ids.shape] is b.adjustments for b in seen)
-
-
-def test_nothing_new_compiles_for_penalties_logprobs_and_beams(tiny, make_engine, run_all):
+def test_no_step_program_is_added_by_penalties_logprobs_and_beams(tiny, make_engine, run_all):
     engine = make_engine(tiny)
     engine.runner.warm_up()
     programs = engine.runner.num_programs
@@ -263,6 +238,24 @@ def test_nothing_new_compiles_for_penalties_logprobs_and_beams(tiny, make_engine
     engine.add(prompt_of(9), SamplingParams(max_tokens=4, min_tokens=4, temperature=1.0, n=2, best_of=3))
     run_all(engine)
     assert engine.runner.num_programs == programs <= 12
+    asked = draw_adjusted._cache_size(), score._cache_size()
+    for n in range(5):  # what was compiled for those who ask serves all who come after
+        engine.add(prompt_of(5 + n), greedy(4, presence_penalty=0.5, logprobs=n, min_tokens=2))
+    engine.add(prompt_of(3), SamplingParams(max_tokens=4, temperature=1.0, top_p=0.5, logit_bias={5: 1.0}))
+    run_all(engine)
+    assert (draw_adjusted._cache_size(), score._cache_size()) == asked
+
+
+def test_a_step_nobody_asks_anything_of_calls_no_other_program(tiny, make_engine, run_all, monkeypatch):
+    def called(*_):
+        raise AssertionError("nobody asked")
+
+    monkeypatch.setattr("pagedjax.runtime.asked.score", called)
+    monkeypatch.setattr("pagedjax.runtime.asked.draw_adjusted", called)
+    engine = make_engine(tiny)
+    engine.add(prompt_of(5), greedy(4))
+    engine.add(prompt_of(6), SamplingParams(max_tokens=4, temperature=1.0, top_k=5, n=2))
+    assert all(o.finished for o in run_all(engine).values())
 
 
 # ---------------------------------------------------------------- ends, several samples

@@ -6,31 +6,27 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.runtime import Adjustments, SamplingBatch, sample_tokens
+from pagedjax.runtime import SamplingBatch, sample_tokens
+from pagedjax.runtime.sampling import score_tokens
 
 V = 11
 
 
 def batch(rows, **columns):
-    defaults = dict(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0, position=0, want_logprobs=False
-    )
+    defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0, position=0)
     dtypes = dict(
         temperature=np.float32, top_p=np.float32, min_p=np.float32, seed=np.uint32, top_k=np.int32,
         sample=np.int32, position=np.int32,
     )  # fmt: skip
     values = defaults | columns
-    logprobs = np.array(values.pop("want_logprobs"))
     arrays = {
         name: np.broadcast_to(np.asarray(value, dtypes[name]), (rows,)).copy()
         for name, value in values.items()
     }
-    return SamplingBatch(**arrays, want_logprobs=logprobs)
+    return SamplingBatch(**arrays)
 
 
-def sample(logits, drawn_as, adjustments=None):
-    nothing = Adjustments.none(len(logits), V, 100)
-    return jax.jit(sample_tokens)(logits, drawn_as, nothing if adjustments is None else adjustments)
+sample = jax.jit(sample_tokens)
 
 
 def allowed(logits, temperature, top_k, top_p, min_p):
@@ -64,7 +60,7 @@ def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p,
     many = batch(
         rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=np.arange(rows), seed=9
     )
-    tokens = sample(np.tile(logits, (rows, 1)), many).tokens
+    tokens = sample(np.tile(logits, (rows, 1)), many)
     counts = np.bincount(np.asarray(tokens), minlength=V)
     assert set(np.flatnonzero(counts)) <= set(want)
     for token, p in want.items():
@@ -75,32 +71,32 @@ def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p,
 def test_a_row_depends_on_its_key_alone():
     logits = np.random.default_rng(0).normal(size=(6, V)).astype(np.float32)
     keys = dict(seed=[1, 2, 3, 4, 5, 6], sample=[0, 0, 1, 1, 2, 2], position=[5, 6, 7, 8, 9, 10])
-    together = np.asarray(sample(logits, batch(6, **keys)).tokens)
+    together = np.asarray(sample(logits, batch(6, **keys)))
     order = [3, 0, 5, 1, 2, 4]
     shuffled = {name: np.asarray(value)[order] for name, value in keys.items()}
-    assert (np.asarray(sample(logits[order], batch(6, **shuffled)).tokens) == together[order]).all()
+    assert (np.asarray(sample(logits[order], batch(6, **shuffled))) == together[order]).all()
     # A filter that drops nothing on a neighbour's row takes the other branch and changes nothing.
     mixed = batch(6, **keys, top_k=[0, 0, 0, 0, 0, V])
-    assert (np.asarray(sample(logits, mixed).tokens) == together).all()
+    assert (np.asarray(sample(logits, mixed)) == together).all()
 
 
 def test_greedy_rows_are_argmax_beside_random_ones():
     logits = np.random.default_rng(1).normal(size=(5, V)).astype(np.float32)
     temperature = np.array([0.0, 1.0, 0.0, 5.0, 0.0], np.float32)
-    tokens = sample(logits, batch(5, temperature=temperature)).tokens
+    tokens = sample(logits, batch(5, temperature=temperature))
     greedy = temperature == 0
     assert (np.asarray(tokens)[greedy] == logits.argmax(-1)[greedy]).all()
 
 
 def test_logprobs_are_of_the_unfiltered_distribution():
     logits = np.random.default_rng(2).normal(size=(4, V)).astype(np.float32)
-    drawn = sample(logits, batch(4, top_k=2, temperature=0.7, want_logprobs=True))
+    tokens = sample(logits, batch(4, top_k=2, temperature=0.7))
+    logprobs, ranks, top_ids, top_logprobs = jax.jit(score_tokens)(logits, tokens)
     full = logits.astype(np.float64)
     full -= np.log(np.exp(full).sum(-1, keepdims=True))
-    own = full[np.arange(4), np.asarray(drawn.tokens)]
-    np.testing.assert_allclose(drawn.logprobs, own, rtol=1e-5)
-    assert np.asarray(drawn.ranks).tolist() == (1 + (full > own[:, None]).sum(-1)).tolist()
+    own = full[np.arange(4), np.asarray(tokens)]
+    np.testing.assert_allclose(logprobs, own, rtol=1e-5)
+    assert np.asarray(ranks).tolist() == (1 + (full > own[:, None]).sum(-1)).tolist()
     order = np.argsort(-full, axis=-1)
-    assert (np.asarray(drawn.top_ids) == order).all()
-    np.testing.assert_allclose(drawn.top_logprobs, np.take_along_axis(full, order, -1), rtol=1e-5)
-    assert all((np.asarray(none) == 0).all() for none in sample(logits, batch(4))[1:])
+    assert (np.asarray(top_ids) == order).all()
+    np.testing.assert_allclose(top_logprobs, np.take_along_axis(full, order, -1), rtol=1e-5)

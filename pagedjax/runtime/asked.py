@@ -1,0 +1,64 @@
+"""What only some requests ask of a step: changed logits, log-probabilities. Others pay nothing for it.
+
+The programs are shared by all runners, one per number of samples in a bucket, compiled when first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pagedjax.request import SamplingParams, Sequence
+from pagedjax.runtime.adjust import Adjustments, adjust
+from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
+
+Array = Any
+
+
+class Asked(NamedTuple):
+    """A step's samples on the host; see the fields of the same names in `StepResult`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+@jax.jit
+def draw_adjusted(logits: Array, batch: SamplingBatch, adjustments: Adjustments) -> Array:
+    """Draw from changed logits: i32[Q]."""
+    return sample_tokens(adjust(logits, adjustments), batch)
+
+
+score = jax.jit(score_tokens)
+
+
+def _wants_scores(p: SamplingParams) -> bool:
+    return p.logprobs is not None or p.waits_for_all
+
+
+def answer_asked(
+    samples: list[Sequence], tokens: Array, logits: Array, batch: SamplingBatch, max_model_len: int
+) -> Asked:
+    """Bring a step's samples to the host, with what their requests ask for.
+
+    Args:
+        samples: The step's, in row order, at most Q.
+        tokens: i32[Q] drawn by the step.
+        logits: f32[Q, V] they were drawn from.
+        batch: Parameters of the Q rows.
+        max_model_len: Bounds the length of lists of changed tokens.
+    """
+    rows, vocab_size = logits.shape
+    adjustments = Adjustments.pack(samples, rows, vocab_size, max_model_len)
+    if adjustments is not None:
+        tokens = draw_adjusted(logits, batch, adjustments)
+    count = len(samples)
+    drawn = np.asarray(tokens)[:count].tolist()
+    if not any(_wants_scores(seq.request.sampling) for seq in samples):
+        return Asked(drawn, [], [], None, None)
+    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in score(logits, tokens))
+    return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)

@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 AOT_SITE ?= .venv-aot
+# Test processes; compiled programs are shared within one, so more than the cores only costs.
+WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,6 +17,7 @@ PYTAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2]
 LOCK := requirements/$(PYTAG).txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTAG)
+SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help env demo model test test-fast test-full lint types aot aot-fast parity lock clean
@@ -47,17 +50,17 @@ types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
 test: lint types ## lint, types and the default tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # Both halves, the seam and the surface; what is left out is many more rows of the same tables.
 FAST := tests/cache tests/engine tests/runtime tests/examples tests/kernels/test_plan.py tests/kernels/test_blocks.py
 FAST += tests/models/test_decoder.py $(wildcard tests/test_*.py)
 
 test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
-	$(BIN)/python -m pytest -m "not full and not parity and not slow and not smollm" $(FAST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not full and not parity and not slow and not smollm" $(FAST) $(PYTEST_ARGS)
 
 test-full: lint types ## the default tests and the large products
-	$(BIN)/python -m pytest -m "not parity" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not parity" $(PYTEST_ARGS)
 
 # torch and transformers stay out of $(VENV): the judges share nothing with what they judge.
 $(PARITY_VENV)/.installed: requirements/parity-$(PYTAG).txt $(LOCK) pyproject.toml

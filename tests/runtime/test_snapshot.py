@@ -217,3 +217,27 @@ def test_windowed_groups_save_what_their_windows_need(make_llm, tiny_folder, tmp
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     with pytest.raises(SnapshotError, match="snapshot of layout="):
         make_llm(folder, cache__window_groups=False).load_cache(tmp_path / "warm")
+
+
+def test_the_command_line_saves_and_loads(tiny_folder, settings, tmp_path, capsys):
+    """Two runs of `generate`, the second checked: its prompt hits from the first request, the text is the same."""
+    from pagedjax.cli import main
+
+    common = ["generate", "--raw", "--ignore-eos", "--json", "--model", str(tiny_folder), "--max-tokens", "4"]
+    for key, value in settings.items():
+        if key != "progress":
+            common += ["--set", f"{key.replace('__', '.')}={value}"]
+    prompt = "The lighthouse at Marrow Point"  # a token a byte: 3 full blocks
+    runs = []
+    for more in (
+        ["--save-cache", str(tmp_path / "warm")],
+        ["--load-cache", str(tmp_path / "warm"), "--checked"],
+    ):
+        assert main([*common, *more, prompt]) == 0
+        captured = capsys.readouterr()
+        (output,) = json.loads(captured.out)["outputs"]
+        runs.append((output, captured.err))
+    (cold, saved_note), (warm, loaded_note) = runs
+    assert "24 tokens saved" in saved_note and "24 tokens can be hit" in loaded_note
+    assert (cold["num_cached_tokens"], warm["num_cached_tokens"]) == (0, 24)
+    assert warm["samples"] == cold["samples"]

@@ -1,0 +1,54 @@
+"""Text as it grows: characters that lie across tokens, stop strings across tokens, what may be shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedjax.text_stream import TextStream
+from pagedjax.tokenizer import ByteTokenizer
+
+TEXT = "naïve — 東京 🙂🙃 e\u0301 end"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_no_broken_character_is_ever_shown(cut):
+    """One byte a token, and tokens of several bytes: what is shown only grows and is a prefix of the text."""
+    data = TEXT.encode()
+    pieces = [data[i : i + cut] for i in range(0, len(data), cut)]
+    stream = TextStream(lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"))
+    for token in range(len(pieces)):
+        stream.push(token)
+        assert "\ufffd" not in stream.settled
+        assert TEXT.startswith(stream.settled)
+    stream.finish()
+    assert stream.text == TEXT
+
+
+def test_bytes_that_never_become_a_character_appear_at_the_end():
+    stream = TextStream(ByteTokenizer().decode)
+    for token in b"ok \xe6\x9d":
+        stream.push(token)
+    assert stream.settled == "ok "
+    stream.finish()
+    assert stream.text.startswith("ok \ufffd")
+
+
+def test_a_stop_string_before_its_time_is_text():
+    stream = TextStream(ByteTokenizer().decode, ["END"])
+    seen = [stream.push(token, may_stop=at > 4) for at, token in enumerate(b"aENDb END more"[:9])]
+    assert seen == [False] * 8 + [True]
+    assert stream.text == "aENDb "
+
+
+def test_random_texts_and_stops_equal_a_search_of_the_whole():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(rng.choice(list("ab🙂é"), size=20))
+        stop = "".join(rng.choice(list("ab🙂é"), size=int(rng.integers(1, 4))))
+        stream = TextStream(ByteTokenizer().decode, [stop])
+        for token in text.encode():
+            if stream.push(token):
+                break
+        stream.finish()
+        assert stream.text == text.split(stop)[0]

@@ -64,7 +64,7 @@ def test_smollm_beams_equal_transformers(torch, llm, smollm_judge, width, penalt
         expected = hf_beams(torch, model, prompt, width, penalty, early, 20, eos)
         assert_equal(llm.generate([prompt], sampling)[0], expected)
         ended += sum(ids[-1] in eos for ids, _ in expected)
-    assert ended
+    assert ended or penalty > 1  # a penalty of 2 favours length: all beams run to the limit
 
 
 def tiny_hf(torch, seed=0):

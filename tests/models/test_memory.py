@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from pagedjax.testing import tiny_config
 
-# 35 M parameters, 140 MB in float32, no leaf above a tenth of it: the embedding, which is the output matrix too, is the largest.
+# 35 M parameters, 140 MB in float32, no leaf above a tenth of it.
 CONFIG = tiny_config(
     num_layers=12, d_model=512, num_heads=8, num_kv_heads=4, head_dim=64, d_mlp=1408, vocab_size=4096
 )

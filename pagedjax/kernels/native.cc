@@ -66,17 +66,18 @@ inline float ExpNegative(float x) {
   return tiny ? 0.0f : y * scale;
 }
 
-// Up to kStrip consecutive tokens of one block against one KV head. kH: head dim known at compile time, or 0.
+// Up to kStrip consecutive tokens against one KV head; `offset` is the head's place in a token's row. kH: head
+// dim known at compile time, or 0.
 template <typename T, int kH>
-void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int count, const float* __restrict q,
-           int64_t G, int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
+void Strip(const T* const* rows, int64_t offset, int64_t value_offset, int count, const float* __restrict q, int64_t G,
+           int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
            float* __restrict l) {
   const int64_t H = kH ? kH : head_dim;
   for (int64_t g = 0; g < G; ++g) {
     const float* __restrict query = q + g * H;
     float p[kStrip];
     for (int t = 0; t < count; ++t) {
-      const T* __restrict key = rows + t * width;
+      const T* __restrict key = rows[t] + offset;
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t h = 0; h < H; ++h) sum += query[h] * ToFloat(key[h]);
@@ -102,14 +103,14 @@ void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int co
       float part[kH ? kH : 1];
       for (int h = 0; h < kH; ++h) part[h] = out[h] * shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows + t * width + value_offset;
+        const T* __restrict value = rows[t] + offset + value_offset;
         for (int h = 0; h < kH; ++h) part[h] += p[t] * ToFloat(value[h]);
       }
       for (int h = 0; h < kH; ++h) out[h] = part[h];
     } else {
       for (int64_t h = 0; h < H; ++h) out[h] *= shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows + t * width + value_offset;
+        const T* __restrict value = rows[t] + offset + value_offset;
         for (int64_t h = 0; h < H; ++h) out[h] += p[t] * ToFloat(value[h]);
       }
     }
@@ -124,17 +125,20 @@ void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* ta
   std::fill(acc, acc + heads * s.H, 0.0f);
   std::fill(m, m + heads, kNone);
   std::fill(l, l + heads, 0.0f);
-  for (int64_t pos = begin; pos < end;) {
-    const int64_t offset = pos % s.B;
-    const int count = static_cast<int>(std::min<int64_t>({s.B - offset, end - pos, int64_t{kStrip}}));
-    int64_t block = table[std::min(pos / s.B, s.M - 1)];
-    if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
-    const T* rows = layer_pool + (block * s.B + offset) * s.W;
+  // Strips are cut by position, not by block, so that the block size changes no bit of the result.
+  const int shift = __builtin_ctzll(s.B);
+  for (int64_t pos = begin; pos < end; pos += kStrip) {
+    const int count = static_cast<int>(std::min<int64_t>(end - pos, kStrip));
+    const T* rows[kStrip];
+    for (int t = 0; t < count; ++t) {
+      int64_t block = table[std::min((pos + t) >> shift, s.M - 1)];
+      if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
+      rows[t] = layer_pool + ((block << shift) + ((pos + t) & (s.B - 1))) * s.W;
+    }
     for (int64_t k = 0; k < s.K; ++k) {
-      Strip<T, kH>(rows + k * s.H, s.W, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
+      Strip<T, kH>(rows, k * s.H, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
                    acc + k * s.G * s.H, m + k * s.G, l + k * s.G);
     }
-    pos += count;
   }
 }
 

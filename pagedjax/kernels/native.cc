@@ -66,18 +66,17 @@ inline float ExpNegative(float x) {
   return tiny ? 0.0f : y * scale;
 }
 
-// Up to kStrip consecutive tokens against one KV head; `offset` is the head's place in a token's row. kH: head
-// dim known at compile time, or 0.
+// Up to kStrip consecutive rows against one KV head. kH: head dim known at compile time, or 0.
 template <typename T, int kH>
-void Strip(const T* const* rows, int64_t offset, int64_t value_offset, int count, const float* __restrict q, int64_t G,
-           int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
+void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int count, const float* __restrict q,
+           int64_t G, int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
            float* __restrict l) {
   const int64_t H = kH ? kH : head_dim;
   for (int64_t g = 0; g < G; ++g) {
     const float* __restrict query = q + g * H;
     float p[kStrip];
     for (int t = 0; t < count; ++t) {
-      const T* __restrict key = rows[t] + offset;
+      const T* __restrict key = rows + t * width;
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t h = 0; h < H; ++h) sum += query[h] * ToFloat(key[h]);
@@ -103,14 +102,14 @@ void Strip(const T* const* rows, int64_t offset, int64_t value_offset, int count
       float part[kH ? kH : 1];
       for (int h = 0; h < kH; ++h) part[h] = out[h] * shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows[t] + offset + value_offset;
+        const T* __restrict value = rows + t * width + value_offset;
         for (int h = 0; h < kH; ++h) part[h] += p[t] * ToFloat(value[h]);
       }
       for (int h = 0; h < kH; ++h) out[h] = part[h];
     } else {
       for (int64_t h = 0; h < H; ++h) out[h] *= shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows[t] + offset + value_offset;
+        const T* __restrict value = rows + t * width + value_offset;
         for (int64_t h = 0; h < H; ++h) out[h] += p[t] * ToFloat(value[h]);
       }
     }
@@ -125,18 +124,25 @@ void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* ta
   std::fill(acc, acc + heads * s.H, 0.0f);
   std::fill(m, m + heads, kNone);
   std::fill(l, l + heads, 0.0f);
-  // Strips are cut by position, not by block, so that the block size changes no bit of the result.
+  // Strips are cut by position, not by block, so that the block size changes no bit of the result. Where one
+  // spans blocks its rows are copied together first: the same code must see them side by side.
   const int shift = __builtin_ctzll(s.B);
+  auto row_of = [&](int64_t pos) {
+    int64_t block = table[std::min(pos >> shift, s.M - 1)];
+    if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
+    return layer_pool + ((block << shift) + (pos & (s.B - 1))) * s.W;
+  };
+  std::vector<T> together;
   for (int64_t pos = begin; pos < end; pos += kStrip) {
     const int count = static_cast<int>(std::min<int64_t>(end - pos, kStrip));
-    const T* rows[kStrip];
-    for (int t = 0; t < count; ++t) {
-      int64_t block = table[std::min((pos + t) >> shift, s.M - 1)];
-      if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
-      rows[t] = layer_pool + ((block << shift) + ((pos + t) & (s.B - 1))) * s.W;
+    const T* rows = row_of(pos);
+    if ((pos & (s.B - 1)) + count > s.B) {
+      together.resize(kStrip * s.W);
+      for (int t = 0; t < count; ++t) std::copy_n(row_of(pos + t), s.W, together.data() + t * s.W);
+      rows = together.data();
     }
     for (int64_t k = 0; k < s.K; ++k) {
-      Strip<T, kH>(rows, k * s.H, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
+      Strip<T, kH>(rows + k * s.H, s.W, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
                    acc + k * s.G * s.H, m + k * s.G, l + k * s.G);
     }
   }

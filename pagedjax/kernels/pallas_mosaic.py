@@ -77,10 +77,8 @@ def attend(
         NotImplementedError: Not a Hopper GPU, float32, blocks under 8 tokens or over one chunk, head dims that
             are no multiple of 16, more than 64 query heads per KV head.
     """
-    T, N, H = q.shape
     K = pool.layout.num_kv_heads
-    G = N // K
-    _check(pool, ragged, G, interpret)
+    _check(pool, ragged, q.shape[1] // K, interpret)
     call = functools.partial(
         _entries,
         pool=pool,
@@ -90,23 +88,16 @@ def attend(
         window=window,
         soft_cap=soft_cap,
     )
-    shape = (T, K, G)
-    state: tuple[jax.Array, ...] = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
-    if ragged.decode_bucket:
-        part = _decode(q, ragged, call, K, window)
-        work = ragged.decode_list(window)
-        if work.group_row.shape[0]:
-            scaled = q[: ragged.decode_bucket].astype(jnp.float32).reshape(-1, K, G, H) * scale
-            shared = xla._shared(scaled, pool, layer, ragged, work, xla.Params(scale, window, soft_cap))
-            part = xla._merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
-        state = tuple(s.at[: ragged.decode_bucket].set(x) for s, x in zip(state, part))
-    if ragged.tile_queries:
-        state = _tiles(q, ragged, call, K, window, state)
-    acc, m, l = state
-    out, lse = xla.finalise(acc.reshape(T, N, H), m.reshape(T, N), l.reshape(T, N), sinks)
-    live = jnp.arange(T) < ragged.query_start_loc[-1]
-    out = jnp.where(live[:, None, None], out, 0)
-    return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
+    return xla.assemble(
+        q,
+        pool,
+        layer,
+        ragged,
+        xla.Params(scale, window, soft_cap),
+        sinks,
+        decode=lambda: _decode(q, ragged, call, K, window),
+        tiles=lambda state: _tiles(q, ragged, call, K, window, state),
+    )
 
 
 def _check(pool: KVPool, ragged: RaggedBatch, group: int, interpret: Any) -> None:

@@ -73,28 +73,19 @@ def attend(
         NotImplementedError: Not a TPU, float16, blocks under one tile of sublanes or over one chunk.
     """
     _check(pool, ragged, interpret)
-    T, N, H = q.shape
-    K = pool.layout.num_kv_heads
     call = functools.partial(_entries, pool=pool, interpret=interpret)
     rows = read_rows(pool.layout, layer, ragged.block_tables)
     params = dict(scale=scale, window=window, soft_cap=soft_cap)
-    shape = (T, K, N // K)
-    state: tuple[jax.Array, ...] = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
-    if ragged.decode_bucket:
-        part = _decode(q, rows, ragged, call, params)
-        work = ragged.decode_list(window)
-        if work.group_row.shape[0]:
-            scaled = q[: ragged.decode_bucket].astype(jnp.float32).reshape(-1, K, N // K, H) * scale
-            shared = xla._shared(scaled, pool, layer, ragged, work, xla.Params(scale, window, soft_cap))
-            part = xla._merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
-        state = tuple(s.at[: ragged.decode_bucket].set(x) for s, x in zip(state, part))
-    if ragged.tile_queries:
-        state = _tiles(q, rows, ragged, call, params, state)
-    acc, m, l = state
-    out, lse = xla.finalise(acc.reshape(T, N, H), m.reshape(T, N), l.reshape(T, N), sinks)
-    live = jnp.arange(T) < ragged.query_start_loc[-1]
-    out = jnp.where(live[:, None, None], out, 0)
-    return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
+    return xla.assemble(
+        q,
+        pool,
+        layer,
+        ragged,
+        xla.Params(scale, window, soft_cap),
+        sinks,
+        decode=lambda: _decode(q, rows, ragged, call, params),
+        tiles=lambda state: _tiles(q, rows, ragged, call, params, state),
+    )
 
 
 def _check(pool: KVPool, ragged: RaggedBatch, interpret: Any) -> None:

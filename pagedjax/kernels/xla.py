@@ -9,7 +9,6 @@ the compiled shape.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
 # Finite, so that a chunk without a visible key gives exp(0), not NaN; real scores stay far above it.
 NEG = -1e30
 # Of queries against some keys: acc f32[..., H] = sum of exp(s - m) * v, m = max of s, l = sum of exp(s - m).
-State = tuple[jax.Array, jax.Array, jax.Array]
+State = tuple[jax.Array, ...]
 # One iteration's gathered keys, and as much again of values: both should stay in a core's L2 cache.
 _GROUP_BYTES = 512 << 10
 
@@ -53,25 +52,73 @@ def attend(
     Args:
         decode_items: Works the items of the decode list in place of this module's loop; same arguments.
     """
+    params = Params(scale, window, soft_cap)
+    Sd = ragged.decode_bucket
+    queries = scaled_queries(q, pool, scale)
+    work_items = decode_items or _decode_items
+    return assemble(
+        q,
+        pool,
+        layer,
+        ragged,
+        params,
+        sinks,
+        decode=lambda: work_items(queries[:Sd], pool, layer, ragged, params),
+        tiles=lambda state: _tiles(queries, pool, layer, ragged, params, state),
+        spare=ragged.tile_queries,
+    )
+
+
+def scaled_queries(q: jax.Array, pool: KVPool, scale: float) -> jax.Array:
+    """q f[T, N, H] → f32[T, K, G, H], times the scale."""
     T, N, H = q.shape
     K = pool.layout.num_kv_heads
-    params = Params(scale, window, soft_cap)
-    queries = q.astype(jnp.float32).reshape(T, K, N // K, H) * scale
-    Sd, tile = ragged.decode_bucket, ragged.tile_queries
-    decode = functools.partial(_decode, decode_items or _decode_items)
-    if tile == 0:
-        acc, m, l = decode(queries, pool, layer, ragged, params)
-    else:
-        shape = (T + tile, K, N // K)
-        state: tuple[jax.Array, ...] = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
-        if Sd:
-            part = decode(queries[:Sd], pool, layer, ragged, params)
-            state = tuple(s.at[:Sd].set(x) for s, x in zip(state, part))
-        acc, m, l = (x[:T] for x in _tiles(queries, pool, layer, ragged, params, state))
+    return q.astype(jnp.float32).reshape(T, K, N // K, H) * scale
+
+
+def assemble(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    params: Params,
+    sinks: jax.Array | None,
+    *,
+    decode: Callable[[], State],
+    tiles: Callable[[State], State],
+    spare: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """(o, lse) of all tokens from an implementation's two halves, shared prefixes worked here.
+
+    Args:
+        decode: → the state of the decode rows over their own items: acc f32[Sd, K, G, H], m and l f32[Sd, K, G].
+        tiles: The state of all tokens, decode rows filled in → the same with the tiles' tokens.
+        spare: Tokens by which the state that `tiles` sees is longer than T.
+    """
+    T, N, H = q.shape
+    K, Sd = pool.layout.num_kv_heads, ragged.decode_bucket
+    shape = (T + spare, K, N // K)
+    state: State = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
+    if Sd:
+        part = decode()
+        work = ragged.decode_list(params.window)
+        if work.group_row.shape[0]:
+            shared = _shared(scaled_queries(q[:Sd], pool, params.scale), pool, layer, ragged, work, params)
+            part = _merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
+        state = _over(state, part) if Sd < T + spare else part
+    if ragged.tile_queries:
+        state = tiles(state)
+    acc, m, l = (x[:T] for x in state)
     out, lse = finalise(acc.reshape(T, N, H), m.reshape(T, N), l.reshape(T, N), sinks)
     live = jnp.arange(T) < ragged.query_start_loc[-1]
     out = jnp.where(live[:, None, None], out, 0)
     return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
+
+
+def _over(state: State, part: State) -> State:
+    """`state` with its first rows replaced."""
+    acc, m, l = (x.at[: y.shape[0]].set(y) for x, y in zip(state, part))
+    return acc, m, l
 
 
 def finalise(
@@ -144,32 +191,14 @@ def _cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def _decode(
-    decode_items: Callable[..., State],
-    queries: jax.Array,
-    pool: KVPool,
-    layer: int | jax.Array,
-    ragged: RaggedBatch,
-    params: Params,
+def _decode_items(
+    queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: Params
 ) -> State:
-    """State of the decode rows: acc f32[Sd, K, G, H], m and l f32[Sd, K, G].
+    """The state over each row's own items, without the chunks that its group works.
 
     Args:
         queries: f32[Sd, K, G, H], scaled.
     """
-    own = decode_items(queries, pool, layer, ragged, params)
-    work = ragged.decode_list(params.window)
-    if work.group_row.shape[0] == 0:
-        return own
-    shared = _shared(queries, pool, layer, ragged, work, params)
-    acc, m, l = (jnp.stack(pair, axis=1) for pair in zip(own, shared))
-    return _merge(acc, m, l)
-
-
-def _decode_items(
-    queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: Params
-) -> State:
-    """The state over each row's own items, without the chunks that its group works."""
     Sd, K, G, H = queries.shape
     work, chunk = ragged.decode_list(params.window), ragged.chunk_tokens
     lens = ragged.seq_lens[:Sd]
@@ -271,7 +300,7 @@ def _tiles(
     ragged: RaggedBatch,
     params: Params,
     state: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
+) -> State:
     """Works the tiles in token order and writes their partial states over `state`.
 
     A tile is written whole; what it writes behind its last query is overwritten by the next one or is

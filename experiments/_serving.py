@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import FOLDER, Row
+from experiments.common import FOLDER
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.scheduler import StepPlan
@@ -95,20 +95,6 @@ def workload(name: str, data: Path, count: int, seed: int) -> Trace:
 def blocks_watch(plan: StepPlan) -> dict[str, float]:
     """Blocks the rows would hold unshared, and blocks they hold."""
     return {"named": float(plan.num_named_blocks), "held": float(plan.num_held_blocks)}
-
-
-def ratio(key: str, of: dict[str, object], over: dict[str, object]) -> Callable[[list[Row]], float | None]:
-    """Rows → column `key` of the row that matches `of` over that of the row that matches `over`."""
-
-    def find(rows: list[Row], want: dict[str, object]) -> float | None:
-        found = [r[key] for r in rows if all(r.get(k) == v for k, v in want.items())]
-        return found[0] if found else None
-
-    def pick(rows: list[Row]) -> float | None:
-        a, b = find(rows, of), find(rows, over)
-        return a / b if a is not None and b else None
-
-    return pick
 
 
 def memory_watch(held: Any) -> Callable[[StepPlan], dict[str, float]]:

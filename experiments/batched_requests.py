@@ -8,7 +8,7 @@ one A100-40GB, Poisson arrivals. Cost: about 3 minutes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from experiments._serving import (
     memory_watch,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.common import Claim, Experiment, Row, Unit, Value, cell, ratio
 from pagedjax.sim.simulator import simulate
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}
@@ -57,22 +57,17 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _value(name: str, system: str, column: str) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        own = [r for r in rows if (r["workload"], r["system"]) == (name, system)]
-        return own[0][column] if own and len(rows) > len(SYSTEMS) else None
-
-    return pick
+def _value(name: str, system: str, column: str) -> Value:
+    return cell(column, least=len(SYSTEMS) + 1, workload=name, system=system)
 
 
-def _ratio(name: str, system: str) -> Callable[[list[Row]], float | None]:
-    ours, theirs = _value(name, "paged", "batch"), _value(name, system, "batch")
-
-    def pick(rows: list[Row]) -> float | None:
-        a, b = ours(rows), theirs(rows)
-        return a / b if a is not None and b is not None else None
-
-    return pick
+def _ratio(name: str, system: str) -> Value:
+    return ratio(
+        "batch",
+        {"workload": name, "system": "paged"},
+        {"workload": name, "system": system},
+        least=len(SYSTEMS) + 1,
+    )
 
 
 def _plot(rows: list[Row], axes: Any) -> None:

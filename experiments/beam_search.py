@@ -7,7 +7,7 @@ Simulated: the engine's own search and forks on drawn candidates. Cost: two minu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.common import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.sim.simulator import Beams, simulate
 
 PRINTED = {2: 0.3756, 4: 0.5313, 6: 0.5516}
@@ -67,12 +67,8 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _value(name: str, width: int) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        own = [r for r in rows if (r["workload"], r["width"], r["gap"]) == (name, width, GAP)]
-        return own[0]["memory_saved"] if own and len(rows) > 2 else None
-
-    return pick
+def _value(name: str, width: int) -> Value:
+    return cell("memory_saved", least=3, workload=name, width=width, gap=GAP)
 
 
 def _plot(rows: list[Row], axes: Any) -> None:

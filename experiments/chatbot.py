@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments._serving import MAX_LEN, SCHEDULER, SYSTEMS, cost, manager, ratio
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments._serving import MAX_LEN, SCHEDULER, SYSTEMS, cost, manager
+from experiments.common import Claim, Experiment, Row, Unit, ratio
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 

@@ -26,6 +26,7 @@ import pagedjax
 
 Row = dict[str, Any]
 Unit = dict[str, Any]
+Value = Callable[[list[dict[str, Any]]], float | None]  # what a claim reads from the rows
 Kind = Literal["counted", "simulated", "measured"]
 
 FOLDER = Path(__file__).resolve().parent
@@ -34,6 +35,33 @@ DEFAULT_DATA = FOLDER.parent.parent / "shared"
 
 class MissingData(RuntimeError):
     """An experiment needs files that are not there; the message names them."""
+
+
+def cell(column: str, *, least: int = 1, **where: Any) -> Value:
+    """Rows → `column` of the first row whose columns equal `where`; None where none does.
+
+    Args:
+        column: Name of the value.
+        least: Rows below which there is no answer: a smoke run's rows match, but say nothing.
+        where: Column → value.
+    """
+
+    def pick(rows: list[Row]) -> float | None:
+        found = (row[column] for row in rows if all(row.get(k) == v for k, v in where.items()))
+        return next(found, None) if len(rows) >= least else None
+
+    return pick
+
+
+def ratio(column: str, of: dict[str, Any], over: dict[str, Any], *, least: int = 1) -> Value:
+    """Rows → `column` of the row that equals `of` over that of the row that equals `over`, as `cell` finds them."""
+    above, below = cell(column, least=least, **of), cell(column, least=least, **over)
+
+    def pick(rows: list[Row]) -> float | None:
+        a, b = above(rows), below(rows)
+        return a / b if a is not None and b else None
+
+    return pick
 
 
 @dataclass(frozen=True)
@@ -51,7 +79,7 @@ class Claim:
     text: str
     paper: float | None
     source: str
-    ours: Callable[[list[Row]], float | None]
+    ours: Value
     tolerance: float | None = None
 
 

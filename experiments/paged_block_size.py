@@ -20,10 +20,9 @@ from experiments._serving import (
     WORKLOADS,
     cost,
     manager,
-    ratio,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.common import Claim, Experiment, Row, Unit, ratio
 from pagedjax.sim.simulator import simulate
 
 SIZES = (8, 16, 32, 64, 128, 256)

@@ -7,7 +7,7 @@ Simulated steps, counted blocks; beam widths are in beam_search.py. Cost: a minu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,10 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.common import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.sim.simulator import simulate
 
 PRINTED = {2: 0.0609, 4: 0.0853, 6: 0.0979}
-
-
 COUNT = {"alpaca": 300, "sharegpt": 60}
 
 
@@ -57,12 +55,8 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _value(name: str, n: int) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        own = [r for r in rows if (r["workload"], r["n"]) == (name, n)]
-        return own[0]["memory_saved"] if own and len(rows) > 4 else None
-
-    return pick
+def _value(name: str, n: int) -> Value:
+    return cell("memory_saved", least=5, workload=name, n=n)
 
 
 def _plot(rows: list[Row], axes: Any) -> None:

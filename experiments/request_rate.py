@@ -8,7 +8,7 @@ Orca (Max) at similar latency. Fig. 13, batched requests: ShareGPT 7.00, 9.81, 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.batched_requests import BATCHES
+from experiments.common import Claim, Experiment, Row, Unit, Value, cell, ratio
 from pagedjax.sim.simulator import simulate
 
-BATCHES = {"sharegpt": (7.00, 9.81, 13.62, 30.42), "alpaca": (7.00, 43.24, 72.75, 132.44)}
 COUNT = {"sharegpt": 400, "alpaca": 1500}
 
 
@@ -53,20 +53,17 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _ratio(name: str, system: str, column: str = "requests_per_s") -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        values = {r["system"]: r[column] for r in rows if r["workload"] == name}
-        return values["paged"] / values[system] if len(rows) > len(SYSTEMS) else None
-
-    return pick
+def _value(name: str, system: str, column: str) -> Value:
+    return cell(column, least=len(SYSTEMS) + 1, workload=name, system=system)
 
 
-def _batch(name: str, system: str) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        values = [r["batch"] for r in rows if (r["workload"], r["system"]) == (name, system)]
-        return values[0] if len(rows) > len(SYSTEMS) else None
-
-    return pick
+def _ratio(name: str, system: str, column: str = "requests_per_s") -> Value:
+    return ratio(
+        column,
+        {"workload": name, "system": "paged"},
+        {"workload": name, "system": system},
+        least=len(SYSTEMS) + 1,
+    )
 
 
 def _plot(rows: list[Row], axes: Any) -> None:
@@ -110,7 +107,11 @@ EXPERIMENT = Experiment(
         ),
         *(
             Claim(
-                f"{name}, {system}: batched requests", v, "PagedAttention Fig. 13", _batch(name, system), 0.15
+                f"{name}, {system}: batched requests",
+                v,
+                "PagedAttention Fig. 13",
+                _value(name, system, "batch"),
+                0.15,
             )
             for name, values in BATCHES.items()
             for system, v in zip(SYSTEMS, values)

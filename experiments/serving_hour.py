@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import CONFIGS, ratio
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments._serving import CONFIGS
+from experiments.common import Claim, Experiment, Row, Unit, ratio
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape

@@ -20,10 +20,9 @@ from experiments._serving import (
     MAX_LEN,
     SCHEDULER,
     cost,
-    ratio,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit
+from experiments.common import Claim, Experiment, Row, Unit, ratio
 from pagedjax.cache import PagedManager
 from pagedjax.sim.simulator import simulate
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from pagedjax.cache.hashing import TokenChain, pack_tokens
-from pagedjax.cache.prefix import common_prefix_tokens
+from pagedjax.cache.prefix import FlatIndex, common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
 
 _ANYWHERE = b""  # parent under which the first blocks of all namespaces are kept
 
 
-class HashIndex:
+class HashIndex(FlatIndex):
     """Finds full blocks by digest, stops at the first miss.
 
     Several blocks may hold one content: the first registered is found, the others take over in order of
@@ -30,7 +30,6 @@ class HashIndex:
     """
 
     indexes = True
-    leaf_only = False
     exclusive = False
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -231,18 +230,6 @@ class HashIndex:
             others.remove(block)
         if not others:
             del self._twins[key]
-
-    def leading_leaves(self, blocks: list[int]) -> int:
-        return len(blocks)
-
-    def leaf_below(self, block: int) -> int:
-        return block
-
-    def is_leaf(self, block: int) -> bool:
-        return True
-
-    def depth(self, block: int) -> int:
-        return 0
 
     def check(self, keys: list[bytes | None]) -> None:
         named = dict.fromkeys(b for b, key in enumerate(keys) if key is not None)

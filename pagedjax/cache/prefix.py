@@ -94,8 +94,26 @@ class _Pinned:
     blocks: list[int]
 
 
+class FlatIndex:
+    """What an index says whose blocks do not hang on each other: any may be evicted first."""
+
+    leaf_only: bool = False
+
+    def leading_leaves(self, blocks: list[int]) -> int:
+        return len(blocks)
+
+    def leaf_below(self, block: int) -> int:
+        return block
+
+    def is_leaf(self, block: int) -> bool:
+        return True
+
+    def depth(self, block: int) -> int:
+        return 0
+
+
 @dataclass(eq=False)
-class TableIndex:
+class TableIndex(FlatIndex):
     """Sharing by fork and by pinned prefixes only: the block tables of PagedAttention.
 
     A pinned prefix is found by its tokens, to the token: the last shared block may be partly filled, and
@@ -105,7 +123,6 @@ class TableIndex:
     """
 
     indexes: bool = False
-    leaf_only: bool = False
     exclusive: bool = False
     pinned: list[_Pinned] = field(default_factory=list)
 
@@ -154,18 +171,6 @@ class TableIndex:
         raise InvariantError(f"blocks {blocks}: a table index registers no content")
 
     def copies(self, key: bytes) -> int:
-        return 0
-
-    def leading_leaves(self, blocks: list[int]) -> int:
-        return len(blocks)
-
-    def leaf_below(self, block: int) -> int:
-        return block
-
-    def is_leaf(self, block: int) -> bool:
-        return True
-
-    def depth(self, block: int) -> int:
         return 0
 
     def check(self, keys: list[bytes | None]) -> None:

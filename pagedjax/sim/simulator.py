@@ -1,7 +1,7 @@
 """The engine with another runner: a trace played on a virtual clock.
 
 Scheduler, engine, manager and beam search are the real ones. `SimRunner` answers each plan with the trace's
-own output tokens, or with drawn candidates for beams, and advances the clock by what the cost model says;
+own output tokens, or with drawn or recorded candidates for beams, and advances the clock by what the cost model says;
 nothing else differs from decoding.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.beam import num_candidates
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
 from pagedjax.request import Request, RequestOutput, SamplingParams
 from pagedjax.scheduler import StepPlan
+from pagedjax.sim.beams import Beams, Candidates, RecordedBeams
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -59,7 +59,7 @@ class SimRunner:
         step_s: Callable[[StepPlan], float],
         clock: Clock,
         answers: Callable[[str, int, int], int],
-        candidates: DrawnCandidates | None = None,
+        candidates: Candidates | None = None,
         block_bytes: tuple[int, ...] = (),
         copy_s: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
@@ -77,42 +77,12 @@ class SimRunner:
         elapsed = self._step_s(plan)
         self._clock.now += elapsed
         answers = self._answers
-        tokens = [
-            answers(s.request.request_id, s.index, s.num_output_tokens)
-            for row in plan.rows
-            for s in row.samples
-        ]
+        samples = [seq for row in plan.rows for seq in row.samples]
+        tokens = [answers(s.request.request_id, s.index, s.num_output_tokens) for s in samples]
         if self._candidates is None:
             return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan))
-        ids, logprobs = self._candidates.rows(len(tokens))
+        ids, logprobs = self._candidates.rows(samples)
         return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan), top_ids=ids, top_logprobs=logprobs)
-
-
-class DrawnCandidates:
-    """Next tokens of beams, drawn: what a model's distributions do to the shape of a search, without one.
-
-    The gap in log-probability from one candidate to the next is exponential with mean `gap`, the likeliest
-    has what is left of the probability; every beam draws for itself.
-
-    Args:
-        count: Candidates per beam.
-        gap: Mean gap in nats; a small one lets beams part, a large one makes the best beam's children win.
-        seed: Of the draws.
-    """
-
-    def __init__(self, count: int, gap: float, seed: int) -> None:
-        self._count = count
-        self._gap = gap
-        self._rng = np.random.default_rng(seed)
-
-    def rows(self, num: int) -> tuple[np.ndarray, np.ndarray]:
-        """i32[num, K] ids and f32[num, K] log-probabilities, best first."""
-        gaps = self._rng.exponential(self._gap, (num, self._count))
-        gaps[:, 0] = 0.0
-        scores = -np.cumsum(gaps, axis=1)
-        scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
-        ids = np.broadcast_to(np.arange(self._count, dtype=np.int32), scores.shape)
-        return ids, scores.astype(np.float32)
 
 
 _UNDER_WAY = RequestOutput("", (), (), False, 0, "", 0, 0, 0)
@@ -147,21 +117,6 @@ class Prompts:
             spread = np.repeat(np.array(ids, dtype=np.int32), self._granularity)[: request.num_input]
             own[: len(spread)] = spread
         return own
-
-
-@dataclass(frozen=True)
-class Beams:
-    """Every request is a beam search.
-
-    Attributes:
-        width: Beams.
-        gap: Mean gap in nats between one candidate and the next (`DrawnCandidates`).
-        seed: Of the draws.
-    """
-
-    width: int
-    gap: float = 1.0
-    seed: int = 0
 
 
 @dataclass
@@ -214,7 +169,7 @@ class _Run:
         config: SchedulerConfig,
         max_model_len: int,
         n: int,
-        beams: Beams | None,
+        beams: Beams | RecordedBeams | None,
         watch: Callable[[StepPlan], dict[str, float]] | None,
         hash_plans: bool,
         block_bytes: tuple[int, ...],
@@ -231,18 +186,14 @@ class _Run:
         self._watch = watch
         self._hasher = hashlib.sha256() if hash_plans else None
         self._step_s = step_s
-        drawn = (
-            DrawnCandidates(num_candidates(beams.width, 0), beams.gap, beams.seed)
-            if beams is not None
-            else None
-        )
+        candidates: Candidates | None = beams.drawn() if isinstance(beams, Beams) else beams
         runner = SimRunner(
             manager.num_blocks,
             manager.block_size,
             self._timed,
             self.clock,
             self._answer,
-            drawn,
+            candidates,
             block_bytes,
             copy_s,
         )
@@ -274,15 +225,7 @@ class _Run:
         name = str(self.number)
         tokens = self.prompts.tokens(self.number, request)
         self.number += 1
-        width = self.beams.width if self.beams is not None else 0
-        # The engine tells the manager how long an answer will be where nothing can end it early (Orca's Oracle).
-        sampling = SamplingParams(
-            max_tokens=max(request.num_output, 1),
-            n=width or self.n,
-            beam_width=width,
-            ignore_eos=True,
-            seed=0,
-        )
+        sampling = self._sampling(name, request)
         try:
             self.engine.check(tokens, sampling)
         except ValueError:
@@ -290,6 +233,19 @@ class _Run:
             return
         self.live[name] = (request, request.arrival_s)
         self.engine.add(tokens, sampling, request_id=name)
+
+    def _sampling(self, name: str, request: TraceRequest) -> SamplingParams:
+        if isinstance(self.beams, RecordedBeams) and name in self.beams.sampling:
+            return self.beams.sampling[name]
+        width = self.beams.width if isinstance(self.beams, Beams) else 0
+        # The engine tells the manager how long an answer will be where nothing can end it early (Orca's Oracle).
+        return SamplingParams(
+            max_tokens=max(request.num_output, 1),
+            n=width or self.n,
+            beam_width=width,
+            ignore_eos=True,
+            seed=0,
+        )
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -381,7 +337,7 @@ def simulate(
     *,
     max_model_len: int,
     n: int = 1,
-    beams: Beams | None = None,
+    beams: Beams | RecordedBeams | None = None,
     until_s: float = float("inf"),
     watch: Callable[[StepPlan], dict[str, float]] | None = None,
     hash_plans: bool = False,
@@ -396,7 +352,8 @@ def simulate(
         config: Limits of one step.
         max_model_len: Longest sequence in tokens.
         n: Samples per request.
-        beams: Decode with beam search instead.
+        beams: Decode with beam search instead: all requests, with drawn candidates; or those that were recorded
+            as beams under their number in the trace ("0", "1", …), with what was recorded.
         until_s: Stop then; requests still running are left out of the records.
         watch: Called with each plan; its values are averaged over busy time.
         hash_plans: Hash every plan, to compare two runs.

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import pagedjax
@@ -312,7 +313,16 @@ def _finished(
 
 
 def _join(path: list[str]) -> None:
+    """Begin a worker: find the experiments, and end with whoever asked, even if that was killed."""
     sys.path[:] = path
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    asker = parent_process()
+    if asker is not None:
+        asker.join()
+        os._exit(1)
 
 
 # ------------------------------------------------------------------------- reports

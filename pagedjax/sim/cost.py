@@ -5,8 +5,9 @@
 
 Matrix products read the weights once; attention reads and writes KV, and block copies move with it. The
 two are kernels that run one after the other, so each has its own roof: a prompt's products do not hide
-behind the reading of KV. One hardware file and one file of shapes give all figures; what in them is no
-data sheet's says so there.
+behind the reading of KV. A block that several rows name is read from memory once; each further read of it
+costs the share `shared_read` of one, because caches serve a part. One hardware file and one file of shapes
+give all figures; what in them is no data sheet's says so there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class HardwareSpec:
         host_s_per_row: Host work per step and sequence that the device waits for; 0 unless measured.
         host_bytes_per_s: Between device and host, one way.
         transfer_s: Until one transfer between device and host starts; a block is two per layer (K and V).
+        shared_read: What reading a block costs that another row of the step reads too, over a first read.
     """
 
     name: str
@@ -48,13 +50,14 @@ class HardwareSpec:
     host_s_per_row: float = 0.0
     host_bytes_per_s: float = 25e9
     transfer_s: float = 5e-6
+    shared_read: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if not (value > 0 or (value == 0 and field.name == "host_s_per_row")):
                 raise ValueError(f"{field.name}={value}: must be positive")
-        for name in ("compute_efficiency", "bandwidth_efficiency"):
+        for name in ("compute_efficiency", "bandwidth_efficiency", "shared_read"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most 1")
 
@@ -173,11 +176,16 @@ class CostModel:
             pairs += count * (row.start + (count + 1) / 2)
         head = model.vocab_size * model.d_model
         cow = sum(len(batch.src) for batch in plan.copies.batches if batch.kind == "cow")
+        if self.hardware.shared_read < 1:
+            again = plan.num_named_blocks - plan.num_held_blocks
+            moved = read - (1 - self.hardware.shared_read) * again * self.block_size
+        else:
+            moved = read
         return Work(
             flops=2.0 * model.layer_parameters * tokens + 2.0 * head * samples,
             bytes=float((model.layer_parameters + head) * model.itemsize),
             attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
-            attention_bytes=float((read + tokens + 2 * cow * self.block_size) * model.kv_bytes_per_token),
+            attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * model.kv_bytes_per_token),
         )
 
     def swap_s(self, num_blocks: int) -> float:
@@ -201,13 +209,14 @@ class CostModel:
         host = spec.step_overhead_s + spec.host_s_per_row * len(plan.rows) + self.copy_s(plan)
         return host + products + attention
 
-    def decode_steps_s(self, rows: int, cached: int, count: int) -> np.ndarray:
+    def decode_steps_s(self, rows: int, cached: int, count: int, again: int = 0) -> np.ndarray:
         """Seconds of each of `count` steps that decode the same rows; equal to `step_s` of each.
 
         Args:
             rows: Sequences, one token each.
             cached: KV that the first of the steps finds, over all rows.
             count: Steps.
+            again: Blocks named by the rows' tables less distinct blocks.
 
         Returns:
             f64[count].
@@ -220,7 +229,8 @@ class CostModel:
         products = max(flops / compute, float((model.layer_parameters + head) * model.itemsize) / memory)
         read = cached + rows * np.arange(1, count + 1)
         scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
-        attention = np.maximum(scores, (read + rows) * model.kv_bytes_per_token / memory)
+        moved = read - (1 - spec.shared_read) * again * self.block_size if again else read
+        attention = np.maximum(scores, (moved + rows) * model.kv_bytes_per_token / memory)
         return spec.step_overhead_s + spec.host_s_per_row * rows + 0.0 + products + attention
 
     def kv_blocks(self, reserve: float = 0.1) -> int:

@@ -274,7 +274,12 @@ class _Run:
         if count < 1:
             return
         rows = len(running)
-        elapsed = cost.decode_steps_s(rows, cached, count)
+        again = 0
+        if cost.hardware.shared_read < 1:
+            tables = [scheduler.manager.table(request.sequences[0].seq_id) for request in running]
+            named = [block for table in tables for block in table if block]
+            again = len(named) - len(set(named))
+        elapsed = cost.decode_steps_s(rows, cached, count, again)
         ends = np.cumsum(np.concatenate([[self.clock.now], elapsed]))
         count = int(np.searchsorted(ends[:-1], until_s, side="left"))  # steps that begin before it
         if count < 1:

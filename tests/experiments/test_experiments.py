@@ -161,3 +161,41 @@ def test_summary_lists_claims_and_commands(tmp_path: Path) -> None:
 
 def test_committed_summary_is_of_the_committed_results() -> None:
     assert (common.FOLDER / "README.md").read_text() == common.summary(common.FOLDER / "results")
+
+
+def test_workers_end_with_whoever_was_killed(tmp_path: Path) -> None:
+    """A killed run leaves no process behind that goes on computing."""
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from experiments import common\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "import os\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, mp_context=get_context('spawn'), initializer=common._join,\n"
+        "                               initargs=(sys.path,))\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    pool.submit(time.sleep, 600)\n"
+        "    time.sleep(600)\n"
+    )
+    script = tmp_path / "asker.py"
+    script.write_text(code)
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        worker = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and _runs(worker):
+            time.sleep(0.05)
+    assert not _runs(worker)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

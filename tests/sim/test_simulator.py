@@ -185,7 +185,8 @@ def test_B113_computed_and_hit_tokens_are_the_tokens_needed() -> None:
 def test_skipped_steps_change_nothing(seed: int) -> None:
     """Same times, hits, preemptions and books with and without planning the steps where nothing happens."""
     spec = HardwareSpec.from_toml(ROOT / "configs" / "hardware" / "h100-80gb.toml")
-    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "llama-3-8b"), BLOCK)
+    spec = replace(spec, shared_read=(1.0, 0.45)[seed // 2 % 2])
+    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "llama-3-8b"), (4, 16)[seed % 2])
     rng = np.random.default_rng(seed)
     rows = [
         TraceRequest(0.02 * t, len(p), n, token_ids=np.array(p, np.int32)) for t, p, n in _workload(seed)
@@ -350,6 +351,8 @@ def test_hardware_files_cite_a_data_sheet(path: Path) -> None:
 def test_bad_hardware_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bytes_per_s=0"):
         HardwareSpec("x", 1.0, 0, 1.0)
+    with pytest.raises(ValueError, match=r"shared_read=1\.5"):
+        HardwareSpec("x", 1.0, 1.0, 1.0, shared_read=1.5)
     with pytest.raises(ValueError, match="compute_efficiency=2"):
         HardwareSpec("x", 1.0, 1.0, 1.0, compute_efficiency=2)
     path = tmp_path / "h.toml"
@@ -383,6 +386,31 @@ def test_roofline_has_both_roofs() -> None:
     assert long == pytest.approx((linear + scores + 2 * model.vocab_size * model.d_model) / 100e12, rel=1e-6)
     assert cost.work(decode).flops < cost.work(prefill).flops
     assert cost.kv_blocks() > 1000 and math.isfinite(long)
+
+
+def test_reading_a_shared_block_again_costs_its_share() -> None:
+    """Four rows over one prefix: the KV of three of them is read again, at the share of a first read."""
+    whole = HardwareSpec("x", 100e12, 1e12, 80e9, 1.0, 1.0, 1e-9)
+    part = replace(whole, shared_read=0.25)
+    model = ModelShape.from_toml(SHAPES, "llama-3-8b")
+    prefix = np.arange(64, dtype=np.int32)
+    rows = [
+        TraceRequest(float(i), 70, 40, token_ids=np.append(prefix, np.arange(6, dtype=np.int32) + 900 + i))
+        for i in range(4)
+    ]
+    costs = [CostModel(spec, model, 16) for spec in (whole, part)]
+    seen: list[tuple[int, float]] = []
+
+    def step_s(plan: StepPlan) -> float:
+        works = [cost.work(plan) for cost in costs]
+        saved = works[0].attention_bytes - works[1].attention_bytes
+        seen.append((plan.num_named_blocks - plan.num_held_blocks, saved))
+        return 0.5
+
+    simulate(_trace(rows), PagedManager(num_blocks=60, block_size=16), step_s, CONFIG, max_model_len=128)
+    assert max(again for again, _ in seen) == 3 * 4  # four blocks of 16, read by three more rows
+    for again, saved in seen:
+        assert saved == pytest.approx(0.75 * again * 16 * model.kv_bytes_per_token)
 
 
 def test_calibration_recovers_what_made_the_steps() -> None:

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,55 +145,102 @@ def build():
     return build_step
 
 
-@pytest.fixture(scope="session")
-def check(oracle):
-    """Runs a step and compares output and log-sum-exp with the oracle; returns (o, lse)."""
-    from pagedjax.kernels import IMPLEMENTATIONS, paged_attention, pallas_mosaic, pallas_tpu
+# The large table compiles without LLVM's optimisations and its new fusion emitters, in a third of the time, and so
+# does what is only interpreted here; named cases of what runs on CPUs compile with them.
+QUICK = {"xla_backend_optimization_level": "0"}
+if jax.__version_info__ < (0, 11):
+    QUICK |= {"xla_cpu_use_fusion_emitters": "False", "xla_cpu_parallel_codegen_split_count": "1"}
 
-    # Where no such device is, its kernel runs in Pallas' interpreter.
-    interpreted = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True)}
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Implementations of devices that are not here, in Pallas' interpreters."""
+    from pagedjax.kernels import pallas_mosaic, pallas_tpu
+
+    found = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True)}
     if GPU_INTERPRETER is not None:
-        params = GPU_INTERPRETER()
-        interpreted["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, interpret=params)
+        found["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, interpret=GPU_INTERPRETER())
+    return found
+
+
+@pytest.fixture(scope="session")
+def attend(interpreted):
+    """Runs a step's plans, with each of several sinks, in one program: → (o, lse) float64 per plan and sinks.
+
+    A plan is (q, ragged); both of a step's own are the default. Programs that differ in sinks alone share all but
+    the last few operations, so the second costs next to nothing.
+    """
+    from pagedjax.kernels import IMPLEMENTATIONS, paged_attention
+
+    def run(
+        step: Step,
+        implementation: str | None,
+        plans: list[tuple[np.ndarray, Any]] | None = None,
+        sinks: list[np.ndarray | None] | None = None,
+        quick: bool = False,
+    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        params = {k: v for k, v in step.params.items() if k != "sinks"}
+        quick = quick or implementation in interpreted
+
+        @functools.partial(jax.jit, compiler_options=QUICK if quick else None)
+        def device(q, pool, ragged, sinks):
+            call = functools.partial(paged_attention, q, pool, step.layer, ragged, **params)
+            return [call(sinks=s, return_lse=True, implementation=implementation) for s in sinks]
+
+        sinks = [step.params.get("sinks")] if sinks is None else sinks
+        sinks = [None if s is None else jnp.asarray(s, jnp.float32) for s in sinks]
+        dtype, found = jnp.dtype(step.pool.layout.dtype), []
+        with mock.patch.dict(IMPLEMENTATIONS, interpreted):
+            for q, ragged in plans or [(step.q, step.ragged)]:
+                out = device(jnp.asarray(q.astype(dtype)), step.pool, ragged, sinks)
+                found.append([tuple(np.asarray(x, np.float64) for x in pair) for pair in out])
+        return found
+
+    return run
+
+
+def assert_close(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray], dtype: str) -> None:
+    """(o, lse) of all tokens within the dtype's tolerance of the oracle's; what lies behind its rows is 0."""
+    num = len(want[0])
+    atol, rtol = TOLERANCE[dtype]
+    np.testing.assert_allclose(got[0][:num], want[0], atol=atol, rtol=rtol)
+    lse_tol = {"float32": 2e-6, "bfloat16": 1e-3, "float16": 1e-3}[dtype]
+    np.testing.assert_allclose(got[1][:num], want[1], atol=lse_tol, rtol=lse_tol)
+    assert (got[0][num:] == 0).all(), "padding tokens must give 0"
+
+
+@pytest.fixture(scope="session")
+def check(oracle, attend):
+    """Runs a step and compares output and log-sum-exp with the oracle; returns (o, lse)."""
 
     def run(
         step: Step, implementation: str | None = "xla", quick: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        dtype = step.pool.layout.dtype
-        params = {k: v for k, v in step.params.items() if k != "sinks"}
-        sinks = step.params.get("sinks")
+        [[got]] = attend(step, implementation, quick=quick)
+        assert_close(got, step.expected(oracle), step.pool.layout.dtype)
+        return got
 
-        # The large table compiles without LLVM's optimisations, in half the time, and so does what is only
-        # interpreted here; named cases of what runs on CPUs compile with them.
-        quick = quick or implementation in interpreted
+    return run
 
-        @functools.partial(
-            jax.jit, compiler_options={"xla_backend_optimization_level": "0"} if quick else None
-        )
-        def device(q, pool, ragged, sinks):
-            return paged_attention(
-                q,
-                pool,
-                step.layer,
-                ragged,
-                sinks=sinks,
-                return_lse=True,
-                implementation=implementation,
-                **params,
+
+@pytest.fixture(scope="session")
+def check_variants(oracle, attend):
+    """As `check`, for each of several sinks, and for the decode rows and the longer rows alone in the same program."""
+
+    def run(step: Step, implementation: str, sinks: list[np.ndarray | None], parts: bool) -> None:
+        lens, ones = [len(k) for k in step.keys], step.query_lens.count(1)
+        spans = [(0, len(lens))] + ([(0, ones), (ones, len(lens))] if parts else [])
+        plans = []
+        for first, last in spans:
+            part = plan_ragged(
+                step.query_lens[first:last], lens[first:last], step.tables[first:last], **step.plan_args
             )
-
-        sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
-        with mock.patch.dict(IMPLEMENTATIONS, interpreted):
-            out, lse = device(jnp.asarray(step.q.astype(jnp.dtype(dtype))), step.pool, step.ragged, sinks)
-        got, got_lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
-        want, want_lse = step.expected(oracle)
-        num = step.num_tokens
-        atol, rtol = TOLERANCE[dtype]
-        np.testing.assert_allclose(got[:num], want, atol=atol, rtol=rtol)
-        lse_tol = {"float32": 2e-6, "bfloat16": 1e-3, "float16": 1e-3}[dtype]
-        np.testing.assert_allclose(got_lse[:num], want_lse, atol=lse_tol, rtol=lse_tol)
-        assert (got[num:] == 0).all(), "padding tokens must give 0"
-        return got, got_lse
+            plans.append((np.roll(step.q, -sum(step.query_lens[:first]), axis=0), part))
+        want = [replace(step, params={**step.params, "sinks": s}).expected(oracle) for s in sinks]
+        for (first, last), got in zip(spans, attend(step, implementation, plans, sinks, quick=True)):
+            tokens = slice(sum(step.query_lens[:first]), sum(step.query_lens[:last]))
+            for pair, (out, lse) in zip(got, want, strict=True):
+                assert_close(pair, (out[tokens], lse[tokens]), step.pool.layout.dtype)
 
     return run
 

@@ -251,6 +251,28 @@ def test_bench_tables_and_json(run, monkeypatch):
     ]
 
 
+def test_bench_decode_measures_preemption_on_an_engine_of_its_own(run, monkeypatch):
+    """The same rows as `bench preemption` prints; settings of the decode tables stay out of them."""
+    from pagedjax.bench import decode, preemption
+    from pagedjax.cli.options import Common
+
+    row = {"context": 16, "rule": "swap", "quicker": "swap", "rule holds": True}
+    monkeypatch.setattr(Common, "llm", lambda common: common.config)  # stands in for the engine
+    monkeypatch.setattr(decode, "run", lambda llm, batches, **options: [{"batch": batches[0]}])
+    monkeypatch.setattr(decode, "first_token", lambda llm, **options: {"cold ms": 1.0})
+    monkeypatch.setattr(decode, "mixed_step", lambda llm, **options: {"mixed ms": 1.0})
+    engines = []
+    monkeypatch.setattr(preemption, "run", lambda llm, *_, **options: engines.append(llm) or [row])
+    for command in (["decode", "--batch", "8"], ["preemption"]):
+        code, out, err = run("bench", *command, "--json", "--set", "block_size=32")
+        assert code == 0, err
+        assert json.loads(out)["tables"]["preemption"] == [row]
+    for config in engines:
+        assert config.scheduler.preemption == "auto" and config.scheduler.max_num_seqs == 1
+        assert config.cache.host_blocks == 256 and not config.cache.prefix_caching
+        assert config.cache.block_size == 32
+
+
 def test_convert_then_generate(run, tiny_folder, tmp_path):
     target = tmp_path / "converted"
     code, out, _ = run("convert", str(target), *_small(tiny_folder, tmp_path))
@@ -262,6 +284,42 @@ def test_convert_then_generate(run, tiny_folder, tmp_path):
         run("generate", "abc", *common, *_small(folder, tmp_path))[1] for folder in (tiny_folder, target)
     ]
     assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
+def test_generate_searches_beams(run, tiny_folder, tmp_path):
+    """The beams, order and scores of the dense judge, as JSON and as text."""
+    import jax
+    import numpy as np
+    from judges import dense_beams, numpy_forward
+
+    from pagedjax.testing import tiny_config, tiny_params
+
+    config = tiny_config()
+    params = jax.tree.map(np.asarray, tiny_params(config))
+
+    def next_logprobs(tokens):
+        last = numpy_forward(config, params, tokens)[-1]
+        return last - last.max() - np.log(np.exp(last - last.max()).sum())
+
+    prompt = [84, 104, 101, 32, 115]
+    (tmp_path / "jobs.jsonl").write_text(json.dumps({"token_ids": prompt}))
+    command = ["generate", "--file", str(tmp_path / "jobs.jsonl"), *_small(tiny_folder, tmp_path)]
+    command += ["--set", f"compilation_cache_dir={tmp_path / 'compiled'}", "--set", "max_num_seqs=3"]
+    # Prompts fed token by token: decode steps are all there is to compile.
+    command += ["--set", "token_budget=3", "--set", "chunk_tokens=1", "--set", "num_blocks=32"]
+    command += ["--beam-width", "3", "--n", "2", "--max-tokens", "6", "--ignore-eos"]
+    command += ["--length-penalty", "0.6", "--early-stopping", "never"]
+    code, out, err = run(*command, "--json")
+    assert code == 0, err
+    (output,) = json.loads(out)["outputs"]
+    expected = dense_beams(next_logprobs, prompt, 3, 6, 0.6, "never")[:2]
+    assert [beam["token_ids"] for beam in output["samples"]] == [ids for ids, _ in expected]
+    assert [beam["score"] for beam in output["samples"]] == pytest.approx([s for _, s in expected], abs=1e-4)
+    assert output["num_copies"] > 0
+    code, out, _ = run(*command)
+    assert code == 0
+    for index, (_, score) in enumerate(expected):
+        assert f"[{index}] ({score:.3f}) " in out
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -9,6 +10,15 @@ import click
 from pagedjax.cli.options import Common, common_options, emit_json
 
 _COUNT = click.IntRange(min=1)
+# One request at a time and a host to swap it to; what was dropped must not come back from the prefix cache.
+_PREEMPTING: dict[str, Any] = {
+    "scheduler.max_num_seqs": 1,
+    "scheduler.preemption": "auto",
+    "cache.prefix_caching": False,
+    "cache.num_blocks": 256,
+    "cache.host_blocks": 256,
+}
+_CONTEXTS = (16, 128, 512, 1024)
 
 
 @click.group("bench")
@@ -40,15 +50,19 @@ def _show(common: Common, tables: dict[str, list[dict[str, Any]]]) -> None:
 # 31 decodes and a 256-token chunk must fit one step.
 @common_options(scheduler__token_budget=288, scheduler__chunk_tokens=256, cache__memory_bytes="1536MiB")
 def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, rounds: int) -> None:
-    """Prefill and decode speed of the engine, beside a dense loop, its matrix products, and the floor."""
+    """Speed of the engine beside a dense loop, its matrix products and the floor; preemption by swap and recompute."""
     from pagedjax.bench import decode as bench
+    from pagedjax.bench import preemption as preemptions
 
     llm = common.llm()
     rows = bench.run(
         llm, batches or (1, 8, 32), context=context, tokens=tokens, rounds=rounds, note=common.note
     )
     first, mixed = bench.first_token(llm, rounds=rounds), bench.mixed_step(llm, context=context)
-    _show(common, {"decode": rows, "first token": [first], "mixed step": [mixed]})
+    del llm  # its pool makes room for the other engine's
+    preempting = replace(common, config=common.config.replace(_PREEMPTING)).llm()
+    preempted = preemptions.run(preempting, _CONTEXTS, note=common.note)
+    _show(common, {"decode": rows, "first token": [first], "mixed step": [mixed], "preemption": preempted})
 
 
 @command.command("preemption")
@@ -66,18 +80,12 @@ def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, 
     show_default=True,
     help="Interleaved rounds; the median of each counts.",
 )
-@common_options(
-    scheduler__max_num_seqs=1,
-    scheduler__preemption="auto",
-    cache__prefix_caching=False,
-    cache__num_blocks=256,
-    cache__host_blocks=256,
-)
+@common_options(**{name.replace(".", "__"): value for name, value in _PREEMPTING.items()})
 def preemption(common: Common, contexts: tuple[int, ...], rounds: int) -> None:
     """Swapping a request to the host and back beside recomputing it, and what the cost rule chooses."""
     from pagedjax.bench import preemption as bench
 
-    rows = bench.run(common.llm(), contexts or (16, 128, 512, 1024), rounds=rounds, note=common.note)
+    rows = bench.run(common.llm(), contexts or _CONTEXTS, rounds=rounds, note=common.note)
     _show(common, {"preemption": rows})
 
 

@@ -158,6 +158,23 @@ class PagedModel:
         return dict(zip(names, rows))
 
 
+def beams_model():
+    """(config, params): the tiny model with an output matrix of its own, so that texts part and do not repeat.
+
+    Its shapes are the tiny model's, and so are its programs.
+    """
+    from dataclasses import replace
+
+    from pagedjax.testing import tiny_config, tiny_params
+
+    config = tiny_config()
+    params = tiny_params(replace(config, tie_embeddings=False), seed=5)
+    params["lm_head"]["weight"] *= np.float32(
+        3
+    )  # sharp enough for beams to differ in more than their last token
+    return config, params
+
+
 def _half_split(w: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of each head from pairs (2i, 2i + 1) to pairs (i, i + H / 2)."""
     return w.reshape(-1, head_dim // 2, 2, w.shape[-1]).swapaxes(1, 2).reshape(w.shape)

@@ -1,13 +1,20 @@
-"""Beam search over forked, paged blocks = transformers' generate(num_beams=...): ids, order and scores."""
+"""Beam search over forked, paged blocks = transformers' generate(num_beams=...): ids, order and scores.
+
+Run as a program it freezes the goldens that hold the default suite's beams without torch:
+    python tests/parity/test_beams.py tests/runtime/beams.json
+"""
 
 import itertools
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.parity
 
+GOLDENS = Path(__file__).resolve().parent.parent / "runtime" / "beams.json"
 WIDTHS, PENALTIES, EARLY = (2, 4, 6), (0.6, 1.0, 2.0), (True, False, "never")
 TEXTS = ["Once upon a time, in a village by the river,", "The three branches of government are", "2 + 2 ="]
 
@@ -117,3 +124,70 @@ def test_tiny_beams_equal_transformers(torch, tmp_path):
     assert sum(ids[-1] in s.stop_token_ids for (_, s), e in zip(jobs, expected) for ids, _ in e) > 20
     for output, want in zip(outputs, expected, strict=True):
         assert_equal(output, want)
+
+
+def _tests_model(torch):
+    """The model that the default tests search with, as a transformers Llama."""
+    from judges import beams_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c, params = beams_model()
+    config = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, head_dim=c.head_dim,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        rms_norm_eps=c.norm_eps, rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
+        max_position_embeddings=c.max_model_len, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    tensors = {"embed_tokens.weight": params["embed"], "norm.weight": params["final_norm"]["scale"]}
+    for number in range(c.num_layers):
+        leaf, at = params[f"layer_{number:02d}"], f"layers.{number}."
+        ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
+        for name, weight in zip("qkv", np.split(leaf["qkv"]["weight"], ends), strict=True):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = weight
+        gate, up = np.split(leaf["mlp"]["up"]["weight"], 2)
+        tensors |= {
+            f"{at}self_attn.o_proj.weight": leaf["out"]["weight"],
+            f"{at}mlp.gate_proj.weight": gate,
+            f"{at}mlp.up_proj.weight": up,
+            f"{at}mlp.down_proj.weight": leaf["mlp"]["down"]["weight"],
+            f"{at}input_layernorm.weight": leaf["attn_norm"]["scale"],
+            f"{at}post_attention_layernorm.weight": leaf["mlp_norm"]["scale"],
+        }
+    model = LlamaForCausalLM(config).eval().float()
+    model.model.load_state_dict({name: torch.tensor(w) for name, w in tensors.items()})
+    model.lm_head.weight.copy_(torch.tensor(params["lm_head"]["weight"]))
+    return model
+
+
+def _golden_jobs(torch):
+    """All widths, penalties and stopping modes, without end tokens and with some that really come up."""
+    model = _tests_model(torch)
+    rng = np.random.default_rng(3)
+    jobs = []
+    for width, penalty, early in itertools.product(WIDTHS, PENALTIES, EARLY):
+        prompt = rng.integers(0, 256, int(rng.integers(2, 14))).tolist()
+        steps = int(rng.integers(6, 20))
+        free = hf_beams(torch, model, prompt, width, penalty, early, steps, ())
+        ends = sorted({free[0][0][steps // 2], free[-1][0][2]})
+        ended = hf_beams(torch, model, prompt, width, penalty, early, steps, ends)
+        for stop, beams in ([], free), (ends, ended):
+            job = dict(prompt=prompt, width=width, penalty=penalty, early=early, steps=steps, ends=stop)
+            jobs.append(job | {"beams": [[ids, float(f"{score:.7g}")] for ids, score in beams]})
+    return jobs
+
+
+def test_goldens_are_what_transformers_says_now(torch):
+    frozen = json.loads(GOLDENS.read_text())
+    for now, then in zip(_golden_jobs(torch), frozen, strict=True):
+        found, beams = now.pop("beams"), then.pop("beams")
+        assert now == then
+        assert [ids for ids, _ in found] == [ids for ids, _ in beams]
+        np.testing.assert_allclose([score for _, score in found], [score for _, score in beams], atol=1e-5)
+
+
+if __name__ == "__main__":
+    import torch as _torch
+
+    _torch.set_grad_enabled(False)
+    lines = ",\n".join(json.dumps(job) for job in _golden_jobs(_torch))
+    Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
-from judges import dense_beams, numpy_forward
+from judges import beams_model, dense_beams, numpy_forward
 
 from pagedjax.cache import TokenChain
 from pagedjax.config import SchedulerConfig
@@ -73,6 +76,41 @@ def test_B058_beams_equal_the_dense_reference(tiny, make_engine, run_all, dense_
             assert [d.token.token_id for d in beam.details] == ids
             assert all(len(d.top) == 2 and d.top[0].rank == 1 for d in beam.details)
     assert sum(outputs[i].num_copies for i in jobs) > 0
+
+
+BEAM_GOLDENS = json.loads((Path(__file__).parent / "beams.json").read_text())
+
+
+@pytest.mark.parametrize("free", [64, 24])
+def test_B058_beams_equal_what_transformers_froze(tiny, make_engine, run_all, monkeypatch, free):
+    """Widths 2, 4, 6, penalties 0.6, 1, 2, early stopping on, off and never; together, also in a tight pool."""
+    config, params = beams_model()
+    assert config == tiny[0]  # its programs serve
+    engine = make_engine(tiny, shuffle=1, poison=True)
+    monkeypatch.setattr(engine.runner, "params", jax.device_put(params))
+    hog = TokenChain([0] * ((engine.manager.num_usable - free) * 4), block_size=4)
+    engine.manager.begin(-1, hog)
+    assert engine.manager.reserve(-1, len(hog))
+    ids = []
+    for job in BEAM_GOLDENS:
+        sampling = greedy(
+            job["steps"],
+            n=job["width"],
+            beam_width=job["width"],
+            length_penalty=job["penalty"],
+            early_stopping=job["early"],
+            stop_token_ids=job["ends"],
+        )
+        ids.append(engine.add(job["prompt"], sampling))
+    outputs = run_all(engine)
+    assert any(outputs[i].num_preemptions for i in ids) == (free == 24)
+    for request_id, job in zip(ids, BEAM_GOLDENS, strict=True):
+        found = outputs[request_id].outputs
+        assert [list(o.token_ids) for o in found] == [tokens for tokens, _ in job["beams"]], job
+        np.testing.assert_allclose([o.score for o in found], [score for _, score in job["beams"]], atol=1e-4)
+    assert len({(job["width"], job["penalty"], job["early"]) for job in BEAM_GOLDENS}) == 27
+    ended = [tokens[-1] in job["ends"] for job in BEAM_GOLDENS for tokens, _ in job["beams"]]
+    assert 30 < sum(ended) < len(ended) - 30
 
 
 def test_B058_preempted_beams_on_the_real_decoder(tiny, make_engine, run_all):

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pagedjax import LLM
-from pagedjax.cache import ExtraKeys
+from pagedjax.cache import ExtraKeys, TokenChain
 from pagedjax.request import SamplingParams
 from pagedjax.runtime import snapshot
 from pagedjax.runtime.snapshot import SnapshotError
@@ -72,6 +73,42 @@ def test_a_loaded_snapshot_hits_from_the_first_request(make_llm, saved, changes)
     assert llm.manager.stats.requests == 0
     _assert_warm(llm, cold)
     assert llm.load_cache(folder) == 7 * 8  # what is there already stays
+
+
+def _with_pool(llm, fill):
+    """Every slot of the pool is `fill(shape)`."""
+    pools = llm.runner.pools
+    llm.runner.pools = tuple(type(p)(jnp.asarray(fill(p.data.shape), p.data.dtype), p.layout) for p in pools)
+    return llm
+
+
+def _prefix_rows(llm):
+    """KV of STEM's full blocks as the device holds it: [L, 6, B, width]."""
+    manager, layout = llm.manager, llm.runner.layout
+    manager.begin(-1, TokenChain(STEM, block_size=layout.block_size))
+    blocks = manager.table(-1)[:6]
+    manager.release(-1)
+    pool = np.asarray(llm.runner.pools[0].data)
+    return pool.reshape(layout.num_layers, layout.num_blocks, *pool.shape[1:])[:, blocks]
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_B117_a_restored_prefix_is_bitwise_the_saved_one(make_llm, tmp_path, dtype, other):
+    """K and V into a zeroed pool (KV is never quantised here, so there are no scales); no other dtype's file."""
+    llm = _with_pool(make_llm(cache__dtype=dtype), np.random.default_rng(1).standard_normal)
+    chain = TokenChain(STEM, block_size=llm.manager.block_size)
+    llm.manager.begin(0, chain)  # as if the random bytes had been computed for it
+    assert llm.manager.reserve(0, len(chain))
+    llm.manager.commit(0, len(chain), 1.0)
+    llm.manager.release(0)
+    saved = snapshot.save_snapshot(tmp_path / "warm", llm._cache_owner(), [chain], llm.manager, llm.runner)
+    assert saved == 48
+    fresh = _with_pool(make_llm(cache__dtype=dtype), np.zeros)
+    assert fresh.load_cache(tmp_path / "warm") == 48
+    ours, theirs = _prefix_rows(fresh), _prefix_rows(llm)
+    assert ours.tobytes() == theirs.tobytes() and ours.all()
+    with pytest.raises(SnapshotError, match=f"snapshot of dtype={dtype}: this engine has dtype={other}"):
+        make_llm(cache__dtype=other).load_cache(tmp_path / "warm")
 
 
 def test_another_process_hits_and_says_the_same(saved, tiny_folder, settings):

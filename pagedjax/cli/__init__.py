@@ -79,8 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
-        sys.stderr.close()
+    except SystemExit:  # the reader of our output left, as `| head` does: click has silenced both streams
         return 0
     except click.exceptions.NoArgsIsHelpError as error:  # a group without its command
         print(error.format_message(), file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pagedjax.cli.trace import COMMON, FILE, QUIET, TOKENIZER, open_with, requests_bar
+from pagedjax.cli.trace import AT_LEAST_1, COMMON, FILE, QUIET, TOKENIZER, open_with, requests_bar
 
 
 @click.command("curve")
@@ -15,12 +15,16 @@ from pagedjax.cli.trace import COMMON, FILE, QUIET, TOKENIZER, open_with, reques
 @click.option(
     "--block-size",
     "sizes",
-    type=int,
+    type=AT_LEAST_1,
     multiple=True,
     help="Tokens per block; repeatable.  [default: the trace's, or 16]",
 )
 @click.option(
-    "--capacity", "capacities", type=int, multiple=True, help="Blocks; repeatable.  [default: powers of two]"
+    "--capacity",
+    "capacities",
+    type=AT_LEAST_1,
+    multiple=True,
+    help="Blocks; repeatable.  [default: powers of two]",
 )
 @click.option("--policy", "policies", multiple=True, help="Another policy to replay beside LRU; repeatable.")
 @click.option("--bound", is_flag=True, help="Add Belady's bound for block requests.")
@@ -42,14 +46,23 @@ def command(
     from pagedjax.sim.replay import PolicyStore, replay
 
     trace = open_with(file, tokenizer, common_prefix)
-    print(
-        ",".join(
-            ["block_size", "capacity_blocks", "lru", "lru_by_token", *policies, *(["bound"] if bound else [])]
-        )
-    )
-    for size in sizes or ((trace.granularity if trace.granularity > 1 else 16),):
+    for name in policies:
+        if name == "belady":
+            raise click.BadParameter("--policy belady: is no policy but a bound; give --bound instead")
+        PolicyStore(1, name)  # a name that does not exist is refused before the trace is read
+    header = [
+        "block_size",
+        "capacity_blocks",
+        "lru",
+        "lru_by_token",
+        *policies,
+        *(["bound"] if bound else []),
+    ]
+    for number, size in enumerate(sizes or ((trace.granularity if trace.granularity > 1 else 16),)):
         refs = load_references(trace, size, progress=requests_bar("read", quiet))
         curve = lru_curve(refs)
+        if not number:  # not before a bad file has been told
+            print(",".join(header))
         chosen: list[float] = [*capacities] or [2**k for k in range(max(refs.num_distinct, 1).bit_length())]
         for capacity in (*chosen, math.inf):
             row = [curve.by_block(capacity), curve.by_token(capacity)]

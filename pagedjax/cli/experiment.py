@@ -43,14 +43,14 @@ def list_all() -> None:
 @click.argument("name", required=False)
 @click.option("--all", "everything", is_flag=True, help="Run every experiment.")
 @click.option("--smoke", is_flag=True, help="The small version, seconds.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the results.  [default: experiments/results, smoke: results/smoke]",
 )
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
-@click.option("--jobs", default=2, show_default=True, help="Processes.")
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
 @click.option(
     "--data-dir", type=click.Path(path_type=Path), help="Folder that holds data/.  [default: ../shared]"
 )
@@ -117,6 +117,9 @@ def _draw(experiment: Any, args: list[str]) -> str:
         raise click.UsageError(f"{' '.join(args)}: must be --name value pairs")
     try:
         options = {k[2:].replace("-", "_"): int(v) for k, v in zip(args[::2], args[1::2])}
+    except ValueError:
+        raise click.UsageError(f"{' '.join(args)}: values must be whole numbers") from None
+    try:
         text: str = experiment.draw(options)
     except TypeError:
         raise click.UsageError(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 
-from pagedjax.cli.trace import FILE, QUIET, TOKENIZER, encoder, open_with
+from pagedjax.cli.trace import AT_LEAST_0, AT_LEAST_1, FILE, QUIET, TOKENIZER, encoder, open_with
 
 
 @click.command("sharing")
 @FILE
-@click.option("--block-size", "sizes", type=int, multiple=True, help="Tokens per block; repeatable.")
-@click.option("--kv-bytes-per-token", type=int, default=0, help="Of the model, to turn tokens into memory.")
+@click.option("--block-size", "sizes", type=AT_LEAST_1, multiple=True, help="Tokens per block; repeatable.")
+@click.option(
+    "--kv-bytes-per-token", type=AT_LEAST_0, default=0, help="Of the model, to turn tokens into memory."
+)
 @click.option("--parameters", type=float, default=0.0, help="Of the model, to turn tokens into prefill work.")
-@click.option("--top", default=5, show_default=True, help="Groups and changing fields to show.")
+@click.option(
+    "--top", type=AT_LEAST_0, default=5, show_default=True, help="Groups and changing fields to show."
+)
 @TOKENIZER
 @QUIET
 def command(
@@ -37,6 +42,8 @@ def command(
     from pagedjax.progress import bar
     from pagedjax.sim.sharing import check_up
 
+    if not 0 <= parameters < math.inf:
+        raise click.UsageError(f"--parameters {parameters}: must be a number of weights, such as 7e9")
     trace = open_with(file, tokenizer)
     if trace.granularity != 1:
         raise click.UsageError(f"{file}: holds no token ids; `pagedjax trace info` counts its hits")

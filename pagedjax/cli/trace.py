@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +22,10 @@ def encoder(name: str) -> Encode:
 
     if not Path(name).is_file():
         raise click.BadParameter(f"--tokenizer {name}: must be 'bytes' or a tokenizer.json file")
-    tokenizer = Tokenizer.from_file(name)
+    try:
+        tokenizer = Tokenizer.from_file(name)
+    except Exception as error:  # the library raises no narrower class
+        raise click.BadParameter(f"--tokenizer {name}: {error}; must be a tokenizer.json file") from None
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -30,6 +34,29 @@ def open_with(path: Path, tokenizer: str, common_prefix: bool = False) -> Trace:
     from pagedjax.sim.trace import open_trace
 
     return open_trace(path, encode=encoder(tokenizer), common_prefix=common_prefix)
+
+
+def write_whole(path: Path, requests: Iterable[Any], *, granularity: int, tail_ids: bool) -> None:
+    """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole."""
+    from pagedjax.sim.trace import write_trace
+
+    device = path.exists() and not path.is_file()  # /dev/stdout, a pipe
+    target = path if device else path.resolve()
+    part = (
+        target if device else target.with_name(f".part-{target.name}")
+    )  # the suffix chooses the compression
+    try:
+        count = write_trace(part, requests, granularity=granularity, tail_ids=tail_ids)
+        if not device:
+            os.replace(part, target)
+    except OSError as error:
+        if error.filename == str(part):
+            error.filename = str(path)
+        raise
+    finally:
+        if not device:
+            part.unlink(missing_ok=True)
+    print(f"{count:,} requests in {path}", file=sys.stderr if device else sys.stdout)
 
 
 def requests_bar(label: str, quiet: bool) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -45,6 +72,7 @@ def requests_bar(label: str, quiet: bool) -> Callable[[Iterable[Any]], Iterator[
     return wrap
 
 
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 TOKENIZER = click.option(
     "--tokenizer", default="bytes", show_default=True, help="For files of text: bytes, or a tokenizer.json."
@@ -52,6 +80,7 @@ TOKENIZER = click.option(
 COMMON = click.option(
     "--common-prefix", is_flag=True, help="Let agentic sessions share tools and system prompts."
 )
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 QUIET = click.option("--quiet", is_flag=True, help="No progress on stderr.")
 
 
@@ -62,16 +91,20 @@ def command() -> None:
 
 @command.command("info")
 @FILE
-@click.option(
-    "--block-size", type=int, default=0, help="Tokens per block.  [default: the trace's own, or 16]"
-)
-@click.option("--capacity", type=int, default=0, help="Blocks of an LRU cache; 0 never evicts.")
+@click.option("--block-size", type=AT_LEAST_1, help="Tokens per block.  [default: the trace's own, or 16]")
+@click.option("--capacity", type=AT_LEAST_0, default=0, help="Blocks of an LRU cache; 0 never evicts.")
 @click.option("--insert", type=click.Choice(["prompt", "prompt+output"]), default="prompt", show_default=True)
 @COMMON
 @TOKENIZER
 @QUIET
 def info(
-    file: Path, block_size: int, capacity: int, insert: Any, common_prefix: bool, tokenizer: str, quiet: bool
+    file: Path,
+    block_size: int | None,
+    capacity: int,
+    insert: Any,
+    common_prefix: bool,
+    tokenizer: str,
+    quiet: bool,
 ) -> None:
     """Count a trace and its prefix hits, by every definition of the hit rate."""
     from pagedjax.sim.replay import LRU, Unbounded, replay
@@ -89,6 +122,8 @@ def info(
 
     store = LRU(capacity) if capacity else Unbounded()
     counts = replay(trace, size, store, insert=insert, progress=watched)
+    if not counts.requests:
+        raise click.UsageError(f"{file}: holds no request; give a trace with at least one")
     print(f"trace             {trace.name} ({trace.format}, {trace.granularity or 'no'} tokens per id)")
     print(f"sha256            {trace.digest()}")
     print(f"requests          {counts.requests:,} over {last:,.1f} s")
@@ -115,8 +150,10 @@ def info(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the generator; repeatable."
 )
 @click.option("--rate", default=1.0, show_default=True, help="Requests (or sessions) per second.")
-@click.option("--burst", default=1, show_default=True, help="They come in groups of this size.")
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--burst", type=AT_LEAST_1, default=1, show_default=True, help="They come in groups of this size."
+)
+@click.option("--seed", type=AT_LEAST_0, default=0, show_default=True)
 @QUIET
 def make(
     kind: str, out: Path, settings: tuple[str, ...], rate: float, burst: int, seed: int, quiet: bool
@@ -128,26 +165,24 @@ def make(
     import inspect
 
     from pagedjax.sim.synth import GENERATORS, Arrivals
-    from pagedjax.sim.trace import write_trace
 
     if kind not in GENERATORS:
         raise click.BadParameter(f"{kind}: must be one of {', '.join(GENERATORS)}")
     known = inspect.signature(GENERATORS[kind]).parameters
     arguments: dict[str, Any] = {}
     for setting in settings:
-        name, _, value = setting.partition("=")
+        name, equals, value = setting.partition("=")
         name = name.replace("-", "_")
-        if name not in known or name in ("seed", "arrivals"):
+        if not equals or name not in known or name in ("seed", "arrivals"):
             offered = ", ".join(n for n in known if n not in ("seed", "arrivals"))
             raise click.BadParameter(f"--set {setting}: must be NAME=VALUE with a name among {offered}")
         kind_of = type(known[name].default)
         try:
-            arguments[name] = value == "true" if kind_of is bool else kind_of(value)
-        except ValueError:
-            raise click.BadParameter(f"--set {setting}: must be a {kind_of.__name__}") from None
+            arguments[name] = {"true": True, "false": False}[value] if kind_of is bool else kind_of(value)
+        except (ValueError, KeyError):
+            raise click.BadParameter(f"--set {setting}: must be {_KINDS[kind_of]}") from None
     trace = GENERATORS[kind](**arguments, seed=seed, arrivals=Arrivals(rate, burst))
-    count = write_trace(out, requests_bar("write", quiet)(trace), granularity=1, tail_ids=True)
-    print(f"{count:,} requests in {out}")
+    write_whole(out, requests_bar("write", quiet)(trace), granularity=1, tail_ids=True)
 
 
 @command.command("convert")
@@ -158,9 +193,6 @@ def make(
 @QUIET
 def convert(file: Path, out: Path, common_prefix: bool, tokenizer: str, quiet: bool) -> None:
     """Rewrite a trace: text becomes token ids, agentic sessions become Mooncake's flat form."""
-    from pagedjax.sim.trace import write_trace
-
     trace = open_with(file, tokenizer, common_prefix)
     requests = requests_bar("write", quiet)(trace)
-    count = write_trace(out, requests, granularity=trace.granularity, tail_ids=trace.tail_ids)
-    print(f"{count:,} requests in {out}")
+    write_whole(out, requests, granularity=trace.granularity, tail_ids=trace.tail_ids)

@@ -1,6 +1,8 @@
 """trace, curve, sharing and experiment on the command line."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,87 @@ def test_experiment_run_writes_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert {p.suffix for p in tmp_path.iterdir()} == {".jsonl", ".md", ".csv", ".html"}
     assert main(["experiment", "report", "--results", str(tmp_path), "--out", str(tmp_path / "R.md")]) == 0
     assert "hit-length" in (tmp_path / "R.md").read_text()
+
+
+GOOD = '{"token_ids": [1, 2, 3], "arrival_s": 0}\n'
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(GOOD * 3)
+    (tmp_path / "cut.jsonl").write_text(GOOD + '{"token_ids": [1')
+    (tmp_path / "head.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    (tmp_path / "junk.json").write_bytes(b"\xff\xfe\x00")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ("curve cut.jsonl", "cut.jsonl:2: wrong JSON"),
+        ("curve good.jsonl --capacity -5", "-5 is not in the range x>=1"),
+        ("curve good.jsonl --block-size 0", "0 is not in the range x>=1"),
+        ("curve good.jsonl --policy lruu", "must be one of lru"),
+        ("curve good.jsonl --policy belady", "give --bound instead"),
+        ("trace info head.csv", "holds no request"),
+        ("trace info good.jsonl --capacity -1", "-1 is not in the range x>=0"),
+        ("trace info good.jsonl --tokenizer junk.json", "must be a tokenizer.json file"),
+        ("trace make chat new.jsonl --seed -1", "-1 is not in the range x>=0"),
+        ("trace make chat new.jsonl --set turns", "must be NAME=VALUE"),
+        ("trace make chat new.jsonl --set turns=a", "must be a whole number"),
+        ("trace make system-prompt new.jsonl --set timestamp=yes", "must be true or false"),
+        ("trace make chat none/new.jsonl", "none/new.jsonl: no such file"),
+        ("sharing good.jsonl --parameters nan", "must be a number of weights"),
+        ("sharing good.jsonl --top -1", "-1 is not in the range x>=0"),
+        ("experiment run hit-length --jobs 0", "0 is not in the range x>=1"),
+        ("experiment run hit-length --prompt a", "values must be whole numbers"),
+    ],
+)
+def test_bad_input_leaves_stdout_empty(
+    files: Path, capsys: pytest.CaptureFixture[str], args: str, part: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in files.iterdir()}
+    assert main(args.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and part in err, err
+    assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+
+
+def test_a_trace_is_written_whole_or_not_at_all(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = (files / "good.jsonl").read_bytes()
+    assert main(["trace", "convert", "cut.jsonl", "good.jsonl"]) == 2
+    assert (files / "good.jsonl").read_bytes() == old
+    assert main(["trace", "convert", "good.jsonl", "good.jsonl"]) == 0  # onto itself
+    assert len((files / "good.jsonl").read_text().splitlines()) == 3
+    (files / "link.jsonl").symlink_to("good.jsonl")
+    assert main(["trace", "make", "chat", "link.jsonl", "--set", "num_sessions=1"]) == 0
+    assert (files / "link.jsonl").is_symlink() and b'"session"' in (files / "good.jsonl").read_bytes()
+    old = (files / "good.jsonl").read_bytes()
+
+    def interrupted(path: Path, *args: object, **options: object) -> int:
+        Path(path).write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pagedjax.sim.trace.write_trace", interrupted)
+    assert main(["trace", "make", "chat", "good.jsonl"]) == 130
+    assert (files / "good.jsonl").read_bytes() == old
+    assert not [path for path in files.iterdir() if "part" in path.name]
+
+
+START = "import sys; from pagedjax.cli import main; sys.exit(main())"
+
+
+def test_a_trace_goes_to_a_pipe(files: Path) -> None:
+    command = [sys.executable, "-c", START, "trace", "convert", "good.jsonl", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 3 and "3 requests" in done.stderr
+
+
+@pytest.mark.parametrize("args", [["curve", "good.jsonl"], ["experiment", "list"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(files: Path, args: list[str]) -> None:
+    command = [sys.executable, "-u", "-c", START, *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)

@@ -167,6 +167,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._searches: dict[str, BeamSearch] = {}
+        self._touched: dict[str, Request] = {}  # have something new to tell
+        self._held: dict[str, RequestOutput | None] = {}  # of each open stream, what it has not yielded yet
+        self._stepping = False
         self._seq_ids = itertools.count()
         self._num_added = 0
 
@@ -236,55 +239,88 @@ class Engine:
             return None
         for seq in request.live:
             self.scheduler.finish(seq, FinishReason.ABORT)
+        self._touched.pop(request_id, None)
         return self._output(request)
 
     # ------------------------------------------------------------------- work
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._touched or self.scheduler.ended)
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and book one step.
 
+        What the runner or `on_step` raises comes through, and the engine can go on: requests of a step that
+        did not run to its end go back to the queue, outputs that were not delivered are the next step's.
+
         Returns:
             One output for each request that got a token or ended in this step; of beams and best_of only
             once they have ended.
+
+        Raises:
+            ValueError: Called from `on_step`, or from another thread while a step runs.
         """
-        clock = self._clock
-        started = clock()
-        plan = self.scheduler.schedule(self.scheduler.step + 1)
-        scheduled = clock()
-        touched: dict[str, Request] = {}
-        if plan.rows or plan.copies:
-            result = self.runner.execute(plan)
-            executed = clock()
-            if self.scheduler.config.preemption == "auto":
-                prefills = sum(row.num_tokens > 1 for row in plan.rows)
-                self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
-            grown = self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step)
-            self._book_prompts(plan, result)
-            for at, seq in grown:
-                request = seq.request
-                if request.first_token_at is None:
-                    request.first_token_at = executed
-                if request.sampling.beam_width:
-                    seq.candidates = _candidates(result, at)
-                    self._advance_beams(request)
-                else:
-                    self._book_details(seq, result, at)
-                    self._apply_stop_rules(seq)
-                touched[request.request_id] = request
-            if self.on_step is not None:
-                self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
+        if self._stepping:
+            raise ValueError(
+                "step: runs already, in another thread or around this hook; call it from one place"
+            )
+        self._stepping = True
+        try:
+            self._advance()
+        finally:
+            self._stepping = False
         for seq in self.scheduler.ended:
-            touched[seq.request.request_id] = seq.request
+            self._touched[seq.request.request_id] = seq.request
         self.scheduler.ended.clear()
+        touched, self._touched = self._touched, {}
         return [
             self._output(request)
             for request in touched.values()
             if not (request.live and request.sampling.waits_for_all)
         ]
+
+    def _advance(self) -> None:
+        """Plan, run and book; leaves the requests that have something to tell in `_touched`."""
+        clock = self._clock
+        started = clock()
+        plan = self.scheduler.schedule(self.scheduler.step + 1)
+        scheduled = clock()
+        if not (plan.rows or plan.copies):
+            return
+        try:
+            result = self._execute(plan)
+        except BaseException:  # an interrupt, too
+            self.scheduler.undo(plan)
+            raise
+        executed = clock()
+        if self.scheduler.config.preemption == "auto":
+            prefills = sum(row.num_tokens > 1 for row in plan.rows)
+            self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
+        grown = self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step)
+        self._book_prompts(plan, result)
+        for at, seq in grown:
+            request = seq.request
+            self._touched[request.request_id] = request
+            if request.first_token_at is None:
+                request.first_token_at = executed
+            if request.sampling.beam_width:
+                seq.candidates = _candidates(result, at)
+                self._advance_beams(request)
+            else:
+                self._book_details(seq, result, at)
+                self._apply_stop_rules(seq)
+        if self.on_step is not None:
+            self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        result = self.runner.execute(plan)
+        if len(result.tokens) != plan.num_samples:
+            raise ValueError(
+                f"StepResult of {len(result.tokens)} tokens: the plan samples {plan.num_samples}; the runner must "
+                "give one for each, in row order"
+            )
+        return result
 
     def stream(
         self,
@@ -295,7 +331,8 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Add a request and yield its outputs as they grow; other requests advance beside it.
 
-        Leaving the loop early aborts the request.
+        Whoever makes the steps (another stream, `generate`), each stream yields its own outputs. Leaving the
+        loop early aborts the request.
 
         Raises:
             ValueError: As `add`, or the request has no text before its end (beams, best_of).
@@ -305,14 +342,19 @@ class Engine:
                 "stream: what beam_width or best_of return is known at the end only; call generate instead"
             )
         request_id = self.add(prompt_token_ids, sampling, extra=extra)
+        self._held[request_id] = None
         try:
             finished = False
             while not finished:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+                output = self._held[request_id]
+                if output is None:
+                    self.step()
+                    continue
+                self._held[request_id] = None
+                finished = output.finished
+                yield output
         finally:
+            del self._held[request_id]
             self.abort(request_id)
 
     def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
@@ -392,7 +434,7 @@ class Engine:
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None:
             prompt_logprobs = tuple(request.prompt_details.get(i) for i in range(request.num_prompt_tokens))
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             outputs=outputs,
@@ -406,6 +448,9 @@ class Engine:
             latency_s=self._clock() - request.arrival if finished else None,
             prompt_logprobs=prompt_logprobs,
         )
+        if request.request_id in self._held:
+            self._held[request.request_id] = output
+        return output
 
     def _outputs(self, request: Request) -> tuple[CompletionOutput, ...]:
         outputs = tuple(self._completion(seq) for seq in request.sequences)

@@ -411,6 +411,10 @@ class Scheduler:
             self.num_swaps += 1
         else:
             self._drop_blocks(request)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Back to its place among those that wait."""
         for seq in request.live:
             seq.status = Status.WAITING
         request.num_preemptions += 1
@@ -471,6 +475,21 @@ class Scheduler:
                     grown.append((at, sample))
                 at += 1
         return grown
+
+    def undo(self, plan: StepPlan) -> None:
+        """A plan failed on its way: nobody knows how far it ran, so what it was to write is computed again.
+
+        All running requests go back to the queue without their blocks, and swapped ones lose theirs. Contents
+        that were indexed before are whole: no step writes into them.
+        """
+        self.manager.lose(plan.copies)
+        for request in self.waiting:
+            if request.swapped:
+                self._drop_blocks(request)
+        while self.running:
+            request = self.running.pop()
+            self._drop_blocks(request)
+            self._requeue(request)
 
     def _fork(self, leader: Sequence) -> None:
         request = leader.request

@@ -595,6 +595,15 @@ class PagedManager:
         """The copies planned since the last call; they run before the step that is being planned."""
         return self._copies.take(self.now)
 
+    def lose(self, copies: CopyPlan) -> None:
+        """Copies that were taken may not have run: forget what they were to bring to the host.
+
+        Sequences that hold blocks they were to fill, or that were swapped out by them, are the caller's to release.
+        """
+        for batch in copies.batches:
+            if batch.kind == "swap_out":
+                self._tiers[batch.group].lose(set(batch.dst.tolist()))
+
     def num_copies(self, seq: int) -> int:
         """Blocks copied on write for this sequence so far; 0 for an unknown one."""
         state = self._seqs.get(seq) or self._swapped.get(seq)

@@ -207,6 +207,10 @@ class KVCacheManager(Protocol):
         """The copies planned since the last call."""
         ...
 
+    def lose(self, copies: CopyPlan) -> None:
+        """Copies that were taken may not have run: forget what they were to bring to the host."""
+        ...
+
     def table(self, seq: int) -> list[int]:
         """Block ids of one sequence, in order of position (first KV group)."""
         ...

@@ -337,6 +337,9 @@ class ReservationManager:
         self._leaving = []
         return plan
 
+    def lose(self, copies: CopyPlan) -> None:
+        """Nothing to forget: there is no host."""
+
     def table(self, seq: int) -> list[int]:
         """The consecutive ids of a sequence's chunk; empty before its first reserve."""
         chunk = self._get(seq).chunk

@@ -116,6 +116,12 @@ class HostTier:
         self._free += self._returning
         self._returning = []
 
+    def lose(self, slots: set[int]) -> None:
+        """What was to be copied to these slots may not be there: contents in them are gone."""
+        for key in [key for key, slot in self._slot_of.items() if slot in slots]:
+            self._free.append(self._slot_of[key])
+            self._drop(key)
+
     def clear(self) -> int:
         """Drop every content; slots of swapped sequences stay. Returns how many contents went."""
         count = len(self._slot_of)

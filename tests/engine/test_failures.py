@@ -1,0 +1,182 @@
+"""Steps that do not run to their end, hooks that raise, and several who step one engine."""
+
+import dataclasses
+import random
+
+import pytest
+
+from pagedjax.engine import StepResult
+from pagedjax.request import SamplingParams
+
+BLOCK = 4
+
+
+class Failure(Exception):
+    """What a broken runner raises."""
+
+
+def _fail_in_between(engine, rng, chance):
+    """Make steps fail before, between or after their copies, or after their rows; gives the count as a list."""
+    runner = engine.runner
+    execute, failures = runner.execute, []
+
+    def broken(plan):
+        if rng.random() >= chance:
+            return execute(plan)
+        failures.append(plan.step)
+        batches = plan.copies.batches
+        ran = rng.choice([0, rng.randint(0, len(batches)), len(batches)])
+        whole = ran == len(batches) and rng.random() < 0.5
+        part = dataclasses.replace(plan.copies, batches=batches[:ran])
+        some = dataclasses.replace(plan, copies=part)
+        if whole:
+            execute(some)
+        else:
+            execute(dataclasses.replace(some, rows=(), tables=(some.tables[0][:0],)))
+        raise Failure
+
+    runner.execute = broken
+    return failures
+
+
+def _check_contents(engine, chains):
+    """Every indexed block holds the tokens that its digest stands for, on the device and on the host."""
+    blocks = {
+        c.digest(i): c.tokens[i * BLOCK : i * BLOCK + BLOCK] for c in chains for i in range(c.num_full_blocks)
+    }
+    for b, key in engine.manager.snapshot()["groups"][0]["keys"].items():
+        assert engine.runner.pool[b].tolist() == blocks[key]
+    for key in engine.manager._tiers[0].contents():
+        slot = engine.manager._tiers[0].find(key)
+        assert engine.runner.host[slot].tolist() == blocks[key]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 14, "partial": 1},
+        {"num_blocks": 10, "host_blocks": 8, "partial": 2},
+        {"num_blocks": 9, "host_blocks": 16, "preemption": "swap", "index": "radix"},
+    ],
+    ids=["recompute", "host", "swap"],
+)
+def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options, chance):
+    failures = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine = make_engine(block_size=BLOCK, max_model_len=32, token_budget=16, **options)
+        counted = _fail_in_between(engine, rng, chance)
+        stems = [[rng.randrange(97) for _ in range(16)] for _ in range(2)]
+        asked, done, chains = {}, {}, []
+        for step in range(200):
+            if step < 25 and rng.random() < 0.6:
+                prompt = rng.choice(stems)[: rng.randint(1, 16)] + [
+                    rng.randrange(97) for _ in range(rng.randint(0, 3))
+                ]
+                params = SamplingParams(
+                    max_tokens=rng.randint(1, 8), n=rng.choice([1, 1, 2]), ignore_eos=True
+                )
+                request_id = engine.add(prompt, params)
+                asked[request_id] = prompt
+                chains += [seq.chain for seq in engine._requests[request_id].sequences]
+            if rng.random() < 0.05 and len(asked) > len(done):
+                withdrawn = rng.choice([i for i in asked if i not in done])
+                engine.abort(withdrawn)
+                del asked[withdrawn]
+            try:
+                outputs = engine.step()
+            except Failure:
+                outputs = []
+            done |= {o.request_id: o for o in outputs if o.finished}
+            engine.manager.check_invariants()
+            _check_contents(engine, chains)
+            if step > 25 and not engine.has_work:
+                break
+        assert set(done) == set(asked)
+        for request_id, output in done.items():
+            for sample in output.outputs:
+                assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
+        assert engine.manager.num_free == engine.manager.num_usable
+        failures += len(counted)
+    assert bool(failures) == bool(chance)
+
+
+def test_a_hook_that_raises_loses_no_output(make_engine, greedy, judge):
+    engine = make_engine()
+    calls = []
+
+    def hook(record):
+        calls.append(record.plan.step)
+        raise Failure
+
+    engine.on_step = hook
+    engine.add([1, 2, 3], greedy(1), request_id="a")
+    with pytest.raises(Failure):
+        engine.step()
+    assert engine.has_work  # something is left to tell
+    (output,) = engine.step()
+    assert output.finished and list(output.outputs[0].token_ids) == judge([1, 2, 3], 1)
+    assert calls == [1] and not engine.has_work and engine.step() == []
+    engine.add([1, 2, 3], greedy(1), request_id="a")  # the id is free again
+
+
+def test_a_request_aborted_after_a_failed_hook_is_told_once(make_engine, greedy):
+    engine = make_engine(num_blocks=16)
+
+    def hook(record):
+        raise Failure
+
+    engine.on_step = hook
+    request = engine.add([1, 2, 3], greedy(5))
+    with pytest.raises(Failure):
+        engine.step()
+    assert engine.abort(request).finished and not engine.has_work and engine.step() == []
+    assert engine.manager.num_free == engine.manager.num_usable
+
+
+def test_a_step_inside_a_step_is_refused(make_engine, greedy):
+    engine = make_engine()
+    engine.on_step = lambda record: engine.step()
+    engine.add([1, 2, 3], greedy(2))
+    with pytest.raises(ValueError, match="step: runs already"):
+        engine.step()
+    engine.on_step = None
+    assert engine.step()[0].finished
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+def test_a_runner_of_too_few_or_many_tokens_is_named(make_engine, run_all, greedy, judge, tokens):
+    engine = make_engine()
+    execute = engine.runner.execute
+    request = engine.add([1, 2, 3], greedy(3))
+    engine.runner.execute = lambda plan: StepResult(tokens, [], 0.0)
+    with pytest.raises(ValueError, match=f"StepResult of {len(tokens)} tokens: the plan samples 1"):
+        engine.step()
+    engine.runner.execute = execute
+    assert list(run_all(engine)[request].outputs[0].token_ids) == judge([1, 2, 3], 3)
+
+
+def test_streams_side_by_side_each_get_their_own(make_engine, greedy, judge):
+    engine = make_engine()
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    streams = [engine.stream(prompt, greedy(n)) for prompt, n in zip(prompts, (6, 2, 4), strict=True)]
+    first = [next(stream) for stream in streams]
+    assert not any(output.finished for output in first)
+    for stream, prompt, n in zip(streams, prompts, (6, 2, 4), strict=True):  # the others end meanwhile
+        *_, last = stream
+        assert last.finished and list(last.outputs[0].token_ids) == judge(prompt, n)
+    assert engine.manager.num_free == engine.manager.num_usable
+
+
+def test_a_stream_ends_where_another_steps_or_aborts(make_engine, run_all, greedy, judge):
+    engine = make_engine()
+    stream = engine.stream([1, 2, 3], greedy(4))
+    request = next(stream).request_id
+    run_all(engine)
+    assert list(next(stream).outputs[0].token_ids) == judge([1, 2, 3], 4)
+    assert list(stream) == []
+    stream = engine.stream([1, 2, 3], greedy(4))
+    request = next(stream).request_id
+    engine.abort(request)
+    assert next(stream).outputs[0].finish_reason == "abort" and list(stream) == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
+from pagedjax.cache import CopyPlan, ExtraKeys, Hints, PagedManager, TokenChain
 from pagedjax.cache.events import EventLog, replay
 
 
@@ -120,7 +120,7 @@ class World:
     def act(self, choose):
         live = [s for s in self.chains if s not in self.swapped]
         names = ["admit"] * 4 + ["step"] * 5 + ["release"] * 2
-        names += ["fork", "swap_out", "swap_in", "pin", "unpin", "reset", "truncate", "evict", "peek"]
+        names += ["fork", "swap_out", "swap_in", "pin", "unpin", "reset", "truncate", "evict", "peek", "fail"]
         name = names[choose(len(names))]
         self.log.append(name)
         self.now += 1.0
@@ -137,7 +137,7 @@ class World:
         elif name == "swap_in" and self.swapped:
             swapped = sorted(self.swapped)
             self.swap_in(*{swapped[choose(len(swapped))] for _ in range(1 + choose(3))}, spare=choose(2))
-        elif name in ("pin", "unpin", "reset", "evict", "peek"):
+        elif name in ("pin", "unpin", "reset", "evict", "peek", "fail"):
             getattr(self, name)(choose)
         elif name == "truncate" and live:
             self.truncate(live[choose(len(live))], choose)
@@ -218,6 +218,15 @@ class World:
             self.computed[seq] += want
             self.m.commit(seq, self.computed[seq], self.now)
             self.m.check_invariants()
+
+    def fail(self, choose):
+        """A step that fails among its copies: all sequences lose their blocks, as the engine has it."""
+        self.plan_admission(choose)
+        plan = self.m.take_copies()
+        self.copy(CopyPlan(plan.batches[: choose(len(plan.batches) + 1)]))
+        self.m.lose(plan)
+        for seq in list(self.chains):
+            self.release(seq)
 
     def assert_writable(self, seq, g, block):
         """The red line, judged from the outside: nobody else's table, pin or index entry names the block."""

@@ -245,28 +245,16 @@ def compile_step(
     pool = layout(max(2, pool_bytes // layout(1).num_bytes))
     # The runner that would serve; what it allocates itself is one block.
     runner = JaxRunner(model, params, layout(1), SchedulerConfig(max_num_seqs=batch), max_model_len=context)
-    fn, args = _step_of(runner, Bucket(batch, 0, batch, batch), pool)
-    compiled = aot.compile(name, target, fn, args, donate=(1,), pool_bytes=pool.num_bytes, row_major=(0,))
+    args = runner.step_args(Bucket(batch, 0, batch, batch), pool)
+    compiled = aot.compile(
+        name, target, runner.step_fn, args, donate=(1,), pool_bytes=pool.num_bytes, row_major=(0,)
+    )
     if compiled.num_kernels < model.num_layers:
         raise NotImplementedError(
             f"{name} on {target}: {compiled.num_kernels} kernel calls in {model.num_layers} layers; "
             f"{aot.TARGETS[target].kernel} refuses this shape (compile --kernels says why)"
         )
     return compiled
-
-
-def _step_of(runner: Any, bucket: Any, layout: KVLayout) -> tuple[Any, tuple[Any, ...]]:
-    """The runner's step function and the arguments it would be lowered with."""
-    fn = runner.step_fn
-    runner.step_fn = _Arguments()
-    return fn, runner.lower(bucket, layout)
-
-
-class _Arguments:
-    """Stands in for a jitted function: `lower` gives the arguments back."""
-
-    def lower(self, *args: Any) -> tuple[Any, ...]:
-        return args
 
 
 def _bundles(common: Common, targets: tuple[str, ...]) -> int:

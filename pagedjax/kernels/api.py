@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.kernels import native, pallas_mosaic, pallas_tpu, xla
-from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
+from pagedjax.kernels.layout import KVPool, RaggedBatch, check_layer, device_class
 from pagedjax.kernels.plan import CHUNK_TOKENS
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
@@ -95,7 +95,7 @@ def paged_attention(
         PagedAttention (Kwon et al., SOSP 2023, §4.1); log-sum-exp merging as in FlashAttention
         (Dao et al., 2022) and Flash-Decoding (2023).
     """
-    _check(q, pool, ragged, window, soft_cap, sinks)
+    _check(q, pool, layer, ragged, window, soft_cap, sinks)
     names = _order(implementation)
     ragged = jax.tree.map(jnp.asarray, ragged)
     refusals = []
@@ -134,12 +134,14 @@ def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 def _check(
     q: jax.Array,
     pool: KVPool,
+    layer: int | jax.Array,
     ragged: RaggedBatch,
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> None:
     layout = pool.layout
+    check_layer(layout, layer)
     T = ragged.num_tokens_bucket
     if q.ndim != 3 or q.shape[0] != T or q.shape[2] != layout.head_dim:
         raise ValueError(f"q.shape={q.shape}: must be [T={T}, N, H={layout.head_dim}]")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.kernels import native
-from pagedjax.kernels.layout import KVPool, read_rows, write_rows
+from pagedjax.kernels.layout import KVPool, check_layer, read_rows, write_rows
 
 
 def write_kv(
@@ -22,9 +22,11 @@ def write_kv(
         slot_mapping: i32[T], block id * B + offset. Slots outside [0, P*B) are dropped: padding is -1.
 
     Raises:
-        ValueError: k or v does not have shape [T, K, H] of slot_mapping and pool.
+        ValueError: k or v does not have shape [T, K, H] of slot_mapping and pool, or a layer that is known
+            while tracing is not one of the pool's.
     """
     layout = pool.layout
+    check_layer(layout, layer)
     slots = jnp.asarray(slot_mapping, jnp.int32)
     expected = (slots.shape[0], layout.num_kv_heads, layout.head_dim)
     for name, x in (("k", k), ("v", v)):

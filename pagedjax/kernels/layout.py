@@ -90,6 +90,12 @@ def check_block_size(block_size: int) -> None:
         raise ValueError(f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32")
 
 
+def check_layer(layout: KVLayout, layer: Any) -> None:
+    """Raises ValueError where a layer known while tracing is outside [0, L): its rows would be another layer's."""
+    if isinstance(layer, (int, np.integer)) and not 0 <= layer < layout.num_layers:
+        raise ValueError(f"layer={layer}: must be between 0 and {layout.num_layers - 1}, the pool's layers")
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class KVPool:

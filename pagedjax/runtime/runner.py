@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
@@ -46,7 +47,8 @@ class JaxRunner:
 
     Args:
         model: Shapes of the decoder.
-        params: Its weights, a plain dict (dispatch of module trees is slow).
+        params: Its weights, a plain dict (dispatch of module trees is slow). Arrays that do not lie row by row
+            are copied to lie so.
         layouts: Shape of the KV pool of all layers, or one per entry of `model.layer_groups`, each with the
             layers of its group: blocks behind a window can then be used again.
         config: Limits of one step; they fix the buckets.
@@ -81,7 +83,7 @@ class JaxRunner:
     ) -> None:
         native.prepare(implementation)
         self.model = model
-        self.params = params
+        self.params = jax.tree.map(row_by_row, params)
         self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
         windows = _windows(model, self.layouts)
         self.pool_blocks = tuple(layout.num_blocks for layout in self.layouts)
@@ -177,8 +179,10 @@ class JaxRunner:
             if on_done is not None:
                 on_done(bucket)
 
-    def lower(self, bucket: Bucket, layout: KVLayout | None = None) -> jax.stages.Lowered:
-        """The step of a bucket, lowered but not run: for memory analysis and compiling elsewhere.
+    def step_args(
+        self, bucket: Bucket, layout: KVLayout | None = None
+    ) -> tuple[dict[str, Any], tuple[KVPool, ...], StepBatch]:
+        """Arguments of `step_fn` for a bucket without rows: the weights, the shapes of the pools, the batch.
 
         Args:
             bucket: Shapes of the step.
@@ -187,7 +191,11 @@ class JaxRunner:
         layouts = self.layouts if layout is None else (layout,)
         pools = tuple(KVPool(jax.ShapeDtypeStruct(l.shape, l.dtype), l) for l in layouts)  # type: ignore[arg-type]
         empty = StepPlan(0, (), (), CopyPlan())
-        return self.step_fn.lower(self.params, pools, self._pack(empty, bucket))
+        return self.params, pools, self._pack(empty, bucket)
+
+    def lower(self, bucket: Bucket, layout: KVLayout | None = None) -> jax.stages.Lowered:
+        """The step of a bucket, lowered but not run, for memory analysis; arguments as of `step_args`."""
+        return self.step_fn.lower(*self.step_args(bucket, layout))
 
     @property
     def num_programs(self) -> int:
@@ -201,6 +209,21 @@ class JaxRunner:
             self._compiled.add(bucket)
         out, self.pools = self.step_fn(self.params, self.pools, batch)
         return out
+
+
+def row_by_row(array: Array) -> Array:
+    """The array, its elements in row-major order.
+
+    By default XLA:TPU lays an array out in the order that pads least, column by column for a [V, 576] embedding,
+    and then copies it in every step to multiply by it (docs/kernels.md, "Without the device").
+    """
+    if not isinstance(array, jax.Array):
+        return array
+    place: Any = array.format  # type: ignore[attr-defined]
+    rows = tuple(range(array.ndim))
+    if place.layout.major_to_minor == rows:
+        return array
+    return jax.device_put(array, Format(Layout(rows), place.sharding))
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

@@ -363,6 +363,9 @@ def test_wrong_calls_name_value_and_rule(build):
         call(q[:3])
     with pytest.raises(ValueError, match="N=5 query heads: must be a multiple of K=2"):
         call(q[:, :5])
+    for layer in (2, -1, np.int32(7)):
+        with pytest.raises(ValueError, match=f"layer={layer}: must be between 0 and 1, the pool's layers"):
+            paged_attention(q, step.pool, layer, step.ragged, scale=1.0)
     with pytest.raises(ValueError, match="window=0"):
         call(window=0)
     with pytest.raises(ValueError, match="soft_cap=0"):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.kernels import KVPool
+from pagedjax.kernels import KVLayout, KVPool
 from pagedjax.request import SamplingParams
-from pagedjax.runtime import Buckets
+from pagedjax.runtime import Buckets, JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 
 
@@ -267,6 +269,42 @@ def test_the_step_updates_the_pool_in_place(tiny, make_engine):
             assert memory.alias_size_in_bytes == layout.num_bytes
             temporaries.append(memory.temp_size_in_bytes)
         assert temporaries[0] == temporaries[1] < 0.01 * layout.num_bytes
+
+
+def test_weights_are_laid_row_by_row(tiny):
+    """What comes column by column, as XLA:TPU lays out narrow matrices, is copied; what lies right is not."""
+    config, params = tiny
+
+    def by_column(x):
+        return jax.device_put(x, Format(Layout(tuple(reversed(range(x.ndim)))), x.sharding))
+
+    layout = KVLayout(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim)
+    make = functools.partial(
+        JaxRunner,
+        config,
+        layouts=layout,
+        config=SchedulerConfig(1, 8),
+        max_model_len=64,
+        implementation="xla",
+    )
+    runner = make(jax.tree.map(by_column, params))
+    rows = {tuple(range(x.ndim)) for x in jax.tree.leaves(params)}
+    assert {x.format.layout.major_to_minor for x in jax.tree.leaves(runner.params)} == rows
+    compiled = runner.lower(runner.buckets.ladder[0]).compile()
+    weights = compiled.input_formats[0][0]
+    assert {x.layout.major_to_minor for x in jax.tree.leaves(weights)} <= rows
+    for ours, theirs in zip(jax.tree.leaves(make(params).params), jax.tree.leaves(params), strict=True):
+        assert ours is theirs
+
+
+def test_step_args_are_what_the_step_takes(tiny, make_engine):
+    runner = make_engine(tiny, block_size=16).runner
+    larger = dataclasses.replace(runner.layout, num_blocks=1 << 20)
+    params, [pool], batch = runner.step_args(runner.buckets.ladder[0], larger)
+    assert params is runner.params
+    assert pool.layout == larger and pool.data.shape == larger.shape
+    out, [after] = jax.eval_shape(runner.step_fn, params, (pool,), batch)
+    assert after.data.shape == larger.shape and out.tokens.shape == batch.sample_index.shape
 
 
 def test_a_plan_is_not_read_after_its_buffers_change(tiny, make_engine, run_all, greedy_judge):

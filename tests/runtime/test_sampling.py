@@ -68,6 +68,22 @@ def test_draws_have_the_right_support_and_frequencies(temperature, top_k, top_p,
         assert abs(counts[token] - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(2, 1.0, 0.0), (4, 1.0, 0.0), (0, 0.45, 0.0), (6, 0.5, 0.0), (0, 1.0, 0.9)]
+)
+def test_equal_scores_are_kept_in_order_of_id(top_k, top_p, min_p):
+    """Borders that fall between equal scores, among scores of both signs, zeros and minus infinities."""
+    logits = np.array([-np.inf, 0, 2, -3, 2, 0, 2, 2, -3, -np.inf, 2], np.float32)
+    want = allowed(logits, 1.0, top_k, top_p, min_p)
+    rows = 1000
+    many = batch(rows, top_k=top_k, top_p=top_p, min_p=min_p, position=np.arange(rows), seed=3)
+    tokens = np.asarray(sample(np.tile(logits, (rows, 1)), many))
+    # Half of the rows have other scores: each row has its own borders.
+    mixed = np.where(np.arange(rows)[:, None] % 2, logits, -np.arange(V, dtype=np.float32))
+    assert set(tokens.tolist()) == set(want)
+    assert (np.asarray(sample(mixed, many))[1::2] == tokens[1::2]).all()
+
+
 def test_a_row_depends_on_its_key_alone():
     logits = np.random.default_rng(0).normal(size=(6, V)).astype(np.float32)
     keys = dict(seed=[1, 2, 3, 4, 5, 6], sample=[0, 0, 1, 1, 2, 2], position=[5, 6, 7, 8, 9, 10])

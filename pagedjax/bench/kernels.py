@@ -95,7 +95,10 @@ def run(
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
     if platform == "cpu":
-        tell("no GPU or TPU here: their kernels are left out; on such a machine this command measures them")
+        tell(
+            "no GPU or TPU here: their kernels are left out; on such a machine this command measures them "
+            '(Hopper: pip install "jax[cuda13]==0.12.0.1" torch)'
+        )
     if cases is None:
         cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
     rows: list[dict[str, Any]] = []
@@ -129,6 +132,45 @@ def run(
                 }
             )
     return rows
+
+
+def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the rows of a run say of the project's claims, those only whose cases were measured.
+
+    Returns:
+        Rows with claim, measured, at_most or at_least (the other is None), and holds.
+    """
+    found: list[dict[str, Any]] = []
+
+    def ms(implementation: str, **case: Any) -> list[float]:
+        wanted = case | {"implementation": implementation}
+        return [row["ms"] for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+    def claim(
+        text: str, over: list[float], under: list[float], *, most: Any = None, least: Any = None
+    ) -> None:
+        if over and under:
+            measured = max(over) / min(under)
+            holds = measured <= most if least is None else measured >= least
+            found.append(
+                {"claim": text, "measured": measured, "at_most": most, "at_least": least, "holds": holds}
+            )
+
+    llama = {"heads": "32/8", "head_dim": 128, "context": 4096, "shared": 0}
+    usual = llama | {"batch": 8, "block_size": 16}
+    claim("xla over gathering everything", ms("xla", **usual), ms("gather all", **usual), most=1 / 5)
+    claim("xla over a dense cache", ms("xla", **usual), ms("dense", **usual), most=1.5)
+    sizes = [t for size in _BLOCK_SIZES[:-1] for t in ms("xla", **usual | {"block_size": size})]
+    claim("xla, slowest block size of 8 to 128 over fastest", sizes, sizes, most=1.2)
+    for heads, head_dim in (("9/3", 64), ("32/8", 128)):
+        shared = {"heads": heads, "head_dim": head_dim, "batch": 32, "context": 2048 + 128, "shared": 2048}
+        text = f"xla without cascade over with, {heads}/{head_dim}"
+        claim(text, ms("xla", **shared), ms("xla cascade", **shared), least=2.5)
+    for size, share in ((64, 0.75), (16, 0.65)):
+        case = llama | {"batch": 64, "block_size": size, "implementation": "pallas_mosaic"}
+        reached = [row["of_copy"] for row in rows if all(row[name] == value for name, value in case.items())]
+        claim(f"pallas_mosaic of the copy bandwidth, blocks of {size}", reached, [1.0], least=share)
+    return found
 
 
 def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progress) -> dict[str, Call]:

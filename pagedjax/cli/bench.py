@@ -118,7 +118,11 @@ def cache(common: Common, large: bool) -> None:
 )
 @common_options()
 def kernels(common: Common, rounds: int) -> None:
-    """Decode attention of one layer beside a dense cache, a gather of everything, and a copy."""
+    """Decode attention of one layer beside a dense cache, a gather of everything, and a copy; what was claimed of it.
+
+    On a machine with a GPU or TPU the same command measures its kernel beside jax's own and torch's dense attention.
+    """
     from pagedjax.bench import kernels as bench
 
-    _show(common, {"kernels": bench.run(rounds=rounds, progress=common.note)})
+    rows = bench.run(rounds=rounds, progress=common.note)
+    _show(common, {"kernels": rows, "claims": bench.claims(rows)})

@@ -18,6 +18,32 @@ def test_implementations_and_rivals_agree_and_refusals_are_named():
         assert any(line.startswith(f"{kernel} left out: ") for line in said)
 
 
+def row(case, implementation, ms, of_copy=0.5):
+    heads = f"{case.heads[0]}/{case.heads[1]}"
+    shape = dict(
+        heads=heads, head_dim=case.head_dim, batch=case.batch, context=case.context, shared=case.shared
+    )
+    return shape | dict(block_size=case.block_size, implementation=implementation, ms=ms, of_copy=of_copy)
+
+
+def test_claims_are_judged_by_the_rows():
+    cpu = [row(case, name, ms) for case in kernels.CPU_CASES for name, ms in
+           {"xla": 30.0, "dense": 21.0, "gather all": 150.0, "xla cascade": 12.0}.items()]  # fmt: skip
+    judged = kernels.claims(cpu)
+    assert [(c["measured"], c["holds"]) for c in judged] == [
+        (0.2, True),
+        (30 / 21, True),
+        (1.0, True),
+        (2.5, True),
+        (2.5, True),
+    ]
+    slow = [r | {"ms": 37.0} if r["block_size"] == 128 and r["implementation"] == "xla" else r for r in cpu]
+    assert [c["holds"] for c in kernels.claims(slow)] == [True, True, False, True, True]
+    gpu = [row(case, "pallas_mosaic", 1.0, 0.7) for case in kernels.ACCELERATOR_CASES]
+    assert [(c["at_least"], c["holds"]) for c in kernels.claims(gpu)] == [(0.75, False), (0.65, True)]
+    assert kernels.claims([]) == []
+
+
 def test_a_case_that_is_too_large_is_left_out_by_name():
     said = []
     case = kernels.Case((32, 8), 128, batch=64, context=4096)

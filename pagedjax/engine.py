@@ -177,6 +177,11 @@ class Engine:
 
     def check(self, prompt_token_ids: Seq[int] | np.ndarray, sampling: SamplingParams) -> None:
         """Raise what `add` would raise for this prompt, without adding it."""
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(
+                f"sampling={sampling!r}: must be SamplingParams; try SamplingParams(max_tokens=16)"
+            )
+        _check_ids(prompt_token_ids)
         self.scheduler.check(len(prompt_token_ids), sampling.num_sequences)
         ends = self._end_ids(sampling)
         if len(ends) > MAX_END_IDS:
@@ -210,9 +215,11 @@ class Engine:
         self.check(prompt_token_ids, sampling)
         if request_id is None:
             request_id = str(self._num_added)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority={priority!r}: must be a whole number; 0 is the common one")
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
-        prompt = tuple(np.asarray(prompt_token_ids, dtype=np.int32).tolist())
+        prompt = tuple(np.asarray(prompt_token_ids).tolist())
         seed = sampling.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, self._num_added]).generate_state(1)[0])
@@ -504,6 +511,19 @@ class Engine:
             tuple(details) if count is not None else None,
             found.score,
         )
+
+
+def _check_ids(prompt_token_ids: Seq[int] | np.ndarray) -> None:
+    try:
+        ids = np.asarray(prompt_token_ids)
+    except ValueError:  # ragged
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            "prompt_token_ids: must be a flat list of whole numbers, such as a tokenizer's encode gives"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"prompt_token_ids from {ids.min()} to {ids.max()}: must lie in [0, 2**31)")
 
 
 def _candidates(result: StepResult, at: int) -> Candidates:

@@ -14,7 +14,7 @@ from pagedjax.managers import make_manager, size_groups
 from pagedjax.model_config import LayerGroup, ModelConfig
 from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.request import RequestOutput, SamplingParams, is_whole
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
@@ -53,7 +53,7 @@ class LLM:
         config: Config | None = None,
         *,
         progress: bool = True,
-        cache_dir: Path | None = None,
+        cache_dir: str | Path | None = None,
         on_compile: Callable[[Any], None] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         **settings: Any,
@@ -61,13 +61,16 @@ class LLM:
         changes = {name.replace("__", "."): value for name, value in settings.items()}
         if model is not None:
             changes["model.model"] = model
+        if not isinstance(config, Config | None):
+            raise ValueError(f"config={config!r}: must be a Config; try load_config('file.toml') or keywords")
         config = (config or Config()).replace(changes)
         # Heavy imports wait until a model is really wanted.
         from pagedjax.kernels import native
         from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
 
-        self.cache_dir = cache_dir or user_cache_dir()
+        _check_names(config)
+        self.cache_dir = Path(cache_dir) if cache_dir else user_cache_dir()
         _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
         self.progress = progress
         loaded = load_model(
@@ -257,14 +260,13 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = [int(token) for token in prompt]
         vocab = self.model_config.vocab_size
-        for at, token in enumerate(ids):
-            if not 0 <= token < vocab:
+        for at, token in enumerate(prompt):
+            if not (is_whole(token) and 0 <= token < vocab):
                 raise ValueError(
-                    f"prompt token {at} is {token}: must be in [0, {vocab}), the model's vocabulary"
+                    f"prompt token {at} is {token!r}: must be in [0, {vocab}), the model's vocabulary"
                 )
-        return ids
+        return [int(token) for token in prompt]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak."""
@@ -301,7 +303,22 @@ class LLM:
         return [done[request_id] for request_id in order]
 
 
+def _check_names(config: Config) -> None:
+    """Refuse a name that does not exist before a model is fetched and loaded."""
+    from pagedjax.kernels import IMPLEMENTATIONS
+
+    make_manager(dataclasses.replace(config.cache, host_blocks=0), num_blocks=2, max_model_len=1)
+    name = config.runtime.implementation
+    if name and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"runtime.implementation={name}: must be one of {', '.join(IMPLEMENTATIONS)}, or empty for the best "
+            "that serves here"
+        )
+
+
 def _is_token_ids(prompts: Any) -> bool:
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts={prompts!r}: must be texts or lists of token ids")
     return bool(len(prompts)) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
 
 

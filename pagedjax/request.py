@@ -7,9 +7,10 @@ runs and the cache manager keeps a block table for.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
@@ -17,6 +18,17 @@ from pagedjax.cache.hashing import ExtraKeys, TokenChain
 MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
 MAX_BIASED = 300
 MAX_END_IDS = 128
+_WHOLE_OR_NONE = ("seed", "best_of", "logprobs", "prompt_logprobs")
+_WHOLE = ("max_tokens", "n", "top_k", "beam_width", "min_tokens", *_WHOLE_OR_NONE)
+_REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "length_penalty",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class SamplingParams:
             computed: such a request takes nothing from the prefix cache (it leaves its blocks there).
 
     Raises:
-        ValueError: A value is out of its range; the message names got, rule and remedy.
+        ValueError: A value is of another kind or out of its range; the message names got, rule and remedy.
     """
 
     max_tokens: int = 128
@@ -83,11 +95,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, none in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:  # as other libraries say "none of them"
+                object.__setattr__(self, name, none)
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(value := getattr(self, name), Iterable):
+                object.__setattr__(self, name, tuple(value))
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, 0 if value else None)
+        self._check_kinds()
         _require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
         _require(self.n >= 1, f"n={self.n}: must be at least 1")
         _require(
@@ -104,6 +121,33 @@ class SamplingParams:
         _require(all(self.stop), "stop='': a stop string must not be empty; leave it out")
         self._check_choice()
         self._check_several()
+
+    def _check_kinds(self) -> None:
+        for name in _WHOLE:
+            value, most = getattr(self, name), 32 if name == "seed" else 31
+            _require(
+                (value is None and name in _WHOLE_OR_NONE) or (is_whole(value) and value < 2**most),
+                f"{name}={value!r}: must be a whole number below 2**{most}",
+            )
+        for name in _REAL:
+            value = getattr(self, name)
+            _require(isinstance(value, Real), f"{name}={value!r}: must be a number")
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop),
+            f"stop={self.stop!r}: must be a string or several",
+        )
+        ids = self.stop_token_ids
+        _require(
+            isinstance(ids, tuple) and all(is_whole(i) and 0 <= i < 2**31 for i in ids),
+            f"stop_token_ids={ids!r}: must be token ids, such as (2,)",
+        )
+        biases = self.logit_bias
+        _require(
+            isinstance(biases, Mapping)
+            and all(is_whole(i) and isinstance(bias, Real) for i, bias in biases.items()),
+            f"logit_bias={biases!r}: must map token ids to numbers, such as {{42: -100.0}}",
+        )
 
     def _check_choice(self) -> None:
         _require(
@@ -184,6 +228,11 @@ class SamplingParams:
     def waits_for_all(self) -> bool:
         """What is returned is known only when all sequences have ended."""
         return bool(self.beam_width or (self.best_of or 0) > self.n)
+
+
+def is_whole(value: Any) -> bool:
+    """An int of Python's or numpy's, and no bool."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _require(condition: bool, message: str) -> None:

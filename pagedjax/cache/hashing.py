@@ -60,7 +60,7 @@ class ExtraKeys:
         weight_version: Version of the base weights; in the first block only.
 
     Raises:
-        ValueError: An empty string (leave the field out instead), or a path without an adapter.
+        ValueError: No string, an empty one (leave the field out instead), or a path without an adapter.
 
     Example:
         >>> ExtraKeys(salt="tenant-1") == ExtraKeys(adapter="tenant-1")
@@ -75,8 +75,12 @@ class ExtraKeys:
 
     def __post_init__(self) -> None:
         for name in ("adapter", "salt", "adapter_path", "weight_version"):
-            if getattr(self, name) == "":
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name}={value!r}: must be a string, or None to have none")
+            if value == "":
                 raise ValueError(f"{name}='': must not be empty; leave it out (None) to have none")
+            _text(0, value)  # what has no UTF-8 has no bytes to hash
         if self.adapter_path is not None and self.adapter is None:
             raise ValueError(f"adapter_path={self.adapter_path!r}: needs an adapter; give adapter as well")
         object.__setattr__(self, "items", tuple(sorted(self.items, key=lambda item: item.start)))
@@ -339,6 +343,8 @@ class TokenChain:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1; try 16")
+        if not isinstance(extra, ExtraKeys):
+            raise ValueError(f"extra={extra!r}: must be ExtraKeys; try ExtraKeys(salt=...)")
         self.tokens: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         self.block_size = block_size
         self.scheme = hash_scheme(hash)

@@ -463,7 +463,7 @@ class PagedManager:
             chain: The child's own tokens; they agree with the parent's as far as KV is written.
 
         Raises:
-            ValueError: Unknown parent, a child that holds blocks, or a chain too short.
+            ValueError: Unknown parent, a child that holds blocks, or a chain that is not the parent's so far.
         """
         source = self._get(parent)
         if child in self._seqs:
@@ -472,6 +472,11 @@ class PagedManager:
             raise ValueError(f"sequence {parent}: has no blocks to share yet; reserve first")
         if len(chain) < source.computed:
             raise ValueError(f"chain of {len(chain)} tokens: the parent has computed {source.computed}")
+        same = chain.tokens[: source.computed] == source.chain.tokens[: source.computed]
+        if not same or chain.extra != source.chain.extra:
+            raise ValueError(
+                f"chain of {child}: differs from what {parent} has computed; fork the parent's chain"
+            )
         count = self.num_blocks_for(source.computed)
         tables = [table[:count] for table in source.tables]
         for group, table in zip(self._groups, tables):

@@ -63,7 +63,7 @@ def _check_contents(engine, chains):
 )
 def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options, chance):
     failures = 0
-    for seed in range(12):
+    for seed in range(8):
         rng = random.Random(seed)
         engine = make_engine(block_size=BLOCK, max_model_len=32, token_budget=16, **options)
         counted = _fail_in_between(engine, rng, chance)

@@ -98,7 +98,10 @@ class LLM:
             groups=groups,
         )
         with bar("compiling the attention kernel for this CPU", None, progress and native.needs_build()):
-            native.prepare(config.runtime.implementation or None)
+            try:
+                native.prepare(config.runtime.implementation or None)
+            except RuntimeError as error:  # only where it was asked for by name
+                raise NotImplementedError(f"runtime.implementation=native: {error}; try xla") from None
         self.runner = JaxRunner(
             loaded.config,
             loaded.params,

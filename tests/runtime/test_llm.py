@@ -67,3 +67,36 @@ def test_orca_rules_reserve_what_they_promise(make_llm):
         llm.engine.step()
         sizes[rule] = len(llm.manager.table(0)) * 8
     assert sizes == {"max": 128, "pow2": 64, "oracle": 32}  # 128; 10 + 32 -> 6 blocks -> 8; 10 + 20 -> 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        (dict(cache__policy="lruu"), "policy=lruu: must be one of"),
+        (dict(cache__index="hsh"), "index=hsh: must be one of"),
+        (dict(runtime__implementation="nope"), "runtime.implementation=nope: must be one of"),
+        (dict(config={"cache": {}}), "must be a Config"),
+    ],
+    ids=str,
+)
+def test_a_name_that_does_not_exist_is_refused_before_a_model_is_loaded(monkeypatch, settings, part):
+    monkeypatch.setattr("pagedjax.models.load_model", lambda *args, **options: pytest.fail("loaded a model"))
+    with pytest.raises(ValueError, match=part):
+        LLM(progress=False, **settings)
+
+
+def test_a_kernel_that_cannot_be_built_is_no_crash(tiny_folder, tmp_path, monkeypatch):
+    def broken(name):
+        raise RuntimeError("no C++ compiler on PATH")
+
+    monkeypatch.setattr("pagedjax.kernels.native.prepare", broken)
+    with pytest.raises(NotImplementedError, match="native: no C"):
+        LLM(str(tiny_folder), progress=False, cache_dir=str(tmp_path), runtime__implementation="native")
+
+
+def test_what_is_no_prompt_is_refused(make_llm):
+    llm = make_llm()
+    for prompts in (None, 5, [1.5], [[True]], [[1, 2], [300]], "", [[]]):
+        with pytest.raises(ValueError, match="prompt"):
+            llm.generate(prompts)
+    assert not llm.engine.has_work

@@ -48,7 +48,7 @@ def test_smollm2_step_is_in_place_on_a_tpu(capsys):
     [
         ("v6e", "smollm2-135m", None),
         ("v6e", "llama-3-8b", None),
-        # Its weights alone fill a v5e: half the depth.
+        # Half the depth: all of its weights leave a v5e no room for a large pool.
         ("v5e", "llama-3-8b", 16),
     ],
 )
@@ -59,6 +59,16 @@ def test_steps_are_in_place(capsys, target, model, layers):
     )
     assert code == 0
     check_step(row)
+
+
+@pytest.mark.full
+@needs("v5e")
+def test_all_of_llama_3_8b_fits_a_v5e_beside_a_small_pool(capsys):
+    """15 GiB of weights of 15.75: the pool is an alias, but 1 % of it is less than the step's scratch."""
+    code, [row] = compiled(capsys, "--target", "v5e", "--step", "--model", str(SHAPES / "llama-3-8b.json"))
+    assert code == 0
+    assert row["alias_is_pool"] and row["fits_hbm"], row
+    assert row["pool_mib"] > 512 and row["temp_mib"] < 16, row
 
 
 @needs("h100")

@@ -135,8 +135,8 @@ def test_wrong_shapes_are_refused():
     pool = make_pool(LAYOUT)
     with pytest.raises(ValueError, match=r"k.shape=\(2, 3, 8\): must be \[T, K, H\]"):
         write_kv(pool, 0, jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 16)), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match=r"layer=2: must be between 0 and 1, the pool's layers"):
-        write_kv(pool, 2, jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 8)), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match=r"layer=3: must be between 0 and 2, the pool's layers"):
+        write_kv(pool, 3, jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 8)), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match=r"src.shape=\(2,\): must equal"):
         copy_blocks(pool, jnp.array([1, 2]), jnp.array([1]))
     with pytest.raises(ValueError, match=r"ids.shape=\(\): must be one-dimensional"):

@@ -147,7 +147,7 @@ class LLM:
             ValueError: One of the prompts can never run; none was started.
         """
         batch = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
-        params = [sampling] * len(batch) if isinstance(sampling, SamplingParams) else list(sampling)
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(batch)
         if len(params) != len(batch):
             raise ValueError(
                 f"sampling: {len(params)} given for {len(batch)} prompts; give one for all or one for each"
@@ -155,6 +155,7 @@ class LLM:
         token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
+            self._check_biases(one)
         order = [
             self.engine.add(ids, one, extra=extra, priority=priority)
             for ids, one in zip(token_ids, params, strict=True)
@@ -262,6 +263,7 @@ class LLM:
             ValueError: An id is not in the vocabulary.
         """
         if isinstance(prompt, str):
+            prompt.encode()  # a lone surrogate is no text, and tokenizers say so unclearly
             return self.tokenizer.encode(prompt)
         vocab = self.model_config.vocab_size
         for at, token in enumerate(prompt):
@@ -270,6 +272,12 @@ class LLM:
                     f"prompt token {at} is {token!r}: must be in [0, {vocab}), the model's vocabulary"
                 )
         return [int(token) for token in prompt]
+
+    def _check_biases(self, sampling: SamplingParams) -> None:
+        vocab = self.model_config.vocab_size
+        for token in sampling.logit_bias:
+            if token >= vocab:
+                raise ValueError(f"logit_bias[{token}]: must be in [0, {vocab}), the model's vocabulary")
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak."""
@@ -320,7 +328,7 @@ def _check_names(config: Config) -> None:
 
 
 def _is_token_ids(prompts: Any) -> bool:
-    if not hasattr(prompts, "__len__"):
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__") or isinstance(prompts, Mapping):
         raise ValueError(f"prompts={prompts!r}: must be texts or lists of token ids")
     return bool(len(prompts)) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
 

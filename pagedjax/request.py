@@ -18,6 +18,7 @@ from pagedjax.cache.hashing import ExtraKeys, TokenChain
 MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
 MAX_BIASED = 300
 MAX_END_IDS = 128
+_LARGEST = 3e38  # about float32's own
 _WHOLE_OR_NONE = ("seed", "best_of", "logprobs", "prompt_logprobs")
 _WHOLE = ("max_tokens", "n", "top_k", "beam_width", "min_tokens", *_WHOLE_OR_NONE)
 _REAL = (
@@ -108,7 +109,7 @@ class SamplingParams:
         _require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
         _require(self.n >= 1, f"n={self.n}: must be at least 1")
         _require(
-            0.0 <= self.temperature < float("inf"),
+            0.0 <= self.temperature < _LARGEST,
             f"temperature={self.temperature}: must be 0 (greedy) or a positive number; try 0.7",
         )
         _require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or positive")
@@ -151,19 +152,19 @@ class SamplingParams:
 
     def _check_choice(self) -> None:
         _require(
-            0.0 < self.repetition_penalty < float("inf"),
+            0.0 < self.repetition_penalty < _LARGEST,
             f"repetition_penalty={self.repetition_penalty}: must be positive; 1.0 is off",
         )
         for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             value = getattr(self, name)
-            _require(abs(value) < float("inf"), f"{name}={value}: must be a finite number")
+            _require(abs(value) < _LARGEST, f"{name}={value}: must be a finite number")
         _require(
             len(self.logit_bias) <= MAX_BIASED,
             f"logit_bias of {len(self.logit_bias)} tokens: at most {MAX_BIASED} are taken; leave some out",
         )
         for token, bias in self.logit_bias.items():
             _require(
-                token >= 0 and abs(bias) < float("inf"),
+                token >= 0 and abs(bias) < _LARGEST,
                 f"logit_bias[{token}]={bias}: must be a finite number for a token id; -100 all but forbids it",
             )
         _require(

@@ -21,7 +21,7 @@ from pagedjax.request import SamplingParams
         ("min_tokens", [-1, 1.5, None]),
         ("logprobs", [-1, 1.5, "a"]),
         ("prompt_logprobs", [-1, 1.5, "a"]),
-        ("temperature", [math.nan, math.inf, -1, "x", None]),
+        ("temperature", [math.nan, math.inf, 1e300, -1, "x", None]),
         ("top_p", [0, math.nan, "a"]),
         ("min_p", [-1, math.nan, None]),
         ("repetition_penalty", [0, math.nan, "a"]),

@@ -96,7 +96,14 @@ def test_a_kernel_that_cannot_be_built_is_no_crash(tiny_folder, tmp_path, monkey
 
 def test_what_is_no_prompt_is_refused(make_llm):
     llm = make_llm()
-    for prompts in (None, 5, [1.5], [[True]], [[1, 2], [300]], "", [[]]):
+    for prompts in (None, 5, {"prompt": "x"}, {"x"}, [1.5], [[True]], [[1, 2], [300]], "", [[]]):
         with pytest.raises(ValueError, match="prompt"):
             llm.generate(prompts)
+    with pytest.raises(ValueError, match="surrogates"):
+        llm.generate("\ud800")
+    for sampling in (None, {"n": 1}, [None]):
+        with pytest.raises(ValueError, match="must be SamplingParams"):
+            llm.generate("x", sampling)
+    with pytest.raises(ValueError, match="vocabulary"):
+        llm.generate("x", SamplingParams(logit_bias={5000: 1.0}))
     assert not llm.engine.has_work

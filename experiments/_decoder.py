@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import Engine
+from pagedjax.engine import Engine, StepRecord
 from pagedjax.model_config import ModelConfig
 from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.scheduler import StepPlan
+
+if TYPE_CHECKING:
+    from pagedjax.runtime import Bucket
 
 SIZES = "6 layers of 384, 6 heads of 64 over 2 KV heads, MLP of 1,024, 258 tokens; seeded float32 weights"
 SEQS = 8
@@ -39,10 +44,17 @@ class Decoder:
         block_size: Tokens per block.
         prefix_caching: Reuse prefixes.
         index: Prefix index.
+        share: Of the blocks that all sequences at full length would take, how many the pool has.
     """
 
     def __init__(
-        self, *, smoke: bool, block_size: int = 16, prefix_caching: bool = True, index: str = "hash"
+        self,
+        *,
+        smoke: bool,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+        index: str = "hash",
+        share: float = 1.0,
     ) -> None:
         import jax
 
@@ -53,26 +65,38 @@ class Decoder:
         model = config(smoke)
         length = model.max_model_len
         scheduler = SchedulerConfig(max_num_seqs=SEQS, token_budget=length + SEQS)
-        num_blocks = SEQS * length // block_size + 1
+        num_blocks = int(share * SEQS * length) // block_size + 1
         layout = KVLayout(
             model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, "float32"
         )
         params = jax.tree.map(jax.device_put, tiny_params(model))
         buckets = Buckets(scheduler, decode_sizes=1 if smoke else 2, prefill_sizes=1 if smoke else 3)
         runner = JaxRunner(model, params, layout, scheduler, max_model_len=length, buckets=buckets)
-        self._parts = (runner, scheduler, length)
+        self.model, self.scheduler, self.length = model, scheduler, length
+        self._runner = runner
         self.renew(prefix_caching=prefix_caching, index=index)
 
-    def renew(self, *, prefix_caching: bool, index: str) -> None:
+    def renew(
+        self,
+        *,
+        prefix_caching: bool = True,
+        index: str = "hash",
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
         """A new manager and engine on the same compiled runner; what the pool holds is not known to them."""
-        runner, scheduler, length = self._parts
-        manager = PagedManager(
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
+        manager = self.manager(prefix_caching=prefix_caching, index=index)
+        self.engine = Engine(
+            manager, self._runner, self.scheduler, max_model_len=self.length, on_step=on_step
+        )
+
+    def manager(self, *, prefix_caching: bool = True, index: str = "hash") -> PagedManager:
+        """An empty manager for the runner's pool."""
+        return PagedManager(
+            num_blocks=self._runner.num_blocks,
+            block_size=self._runner.block_size,
             index=index,
             prefix_caching=prefix_caching,
         )
-        self.engine = Engine(manager, runner, scheduler, max_model_len=length)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[RequestOutput]:
         """Answer prompts together; outputs in order of the prompts."""
@@ -88,6 +112,10 @@ class Decoder:
         started = time.perf_counter()
         outputs = self.run(prompts, max_tokens)
         return time.perf_counter() - started, outputs
+
+    def program(self, plan: StepPlan) -> Bucket:
+        """Which of the compiled programs runs a plan."""
+        return self._runner.buckets.smallest(plan)
 
     def forget(self) -> None:
         """Empty the prefix cache."""

@@ -28,6 +28,11 @@ SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=2560, chunked_prefill
 ALPACA = "data/lengths/alpaca_response_len_train10k.json.gz"
 ALPACA_TEXT = "data/text/alpaca_en_demo.json.gz"
 WORKLOADS = ("sharegpt", "alpaca")
+TURNS = "data/lengths/sharegpt_8k_llama2.csv.gz"  # one row is one turn with its whole history as prompt
+CHAT_LIMIT = 1024  # §6.5: history and query are cut to so many tokens, and answers too
+WMT = {side: f"data/text/wmt16_newstest2016.tc.{side}.gz" for side in ("en", "de")}
+# LLaMA tokens per Moses token; no LLaMA tokenizer is at hand, so these are assumed.
+TOKENS_PER_WORD = {"en": 1.3, "de": 1.9}
 # Fig. 11: mean prompt and answer, OPT tokenizer.
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 # The paper's single-turn ShareGPT lengths are not public here, but Fig. 2 tells how the answers spread: of 15.7K
@@ -35,6 +40,7 @@ MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 # its answer to come, and is met the more often the longer its answer: so twice that is E[answer^2] / E[answer].
 SHAREGPT_TO_COME = 0.133 * KV_SLOTS / 7
 SHAREGPT_PROMPT_SIGMA = 1.2  # assumed: log-normal prompts
+DRAWS = 100_000
 LENGTH_NOTE = (
     "ShareGPT answers: gamma with the mean of Fig. 11 and the spread that Fig. 2 implies (Orca (Max), tokens still to "
     "come); its prompts: log-normal with the mean of Fig. 11, spread assumed, because the paper's single-turn lengths "
@@ -48,24 +54,31 @@ def cost(model: str, block_size: int = BLOCK) -> CostModel:
     return CostModel(hardware, ModelShape.from_toml(CONFIGS / "sweeps" / "shapes.toml", model), block_size)
 
 
-def manager(system: str, *, block_size: int = BLOCK, prefix_caching: bool = False) -> Any:
-    """One of `SYSTEMS` over the memory of Table 1."""
+def manager(system: str, *, block_size: int = BLOCK) -> Any:
+    """One of `SYSTEMS`, or "paged+sharing" with its prefix cache on, over the memory of Table 1."""
     num_blocks = KV_SLOTS // block_size + 1
-    if system == "paged":
-        return PagedManager(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching)
+    if system in ("paged", "paged+sharing"):
+        return PagedManager(num_blocks=num_blocks, block_size=block_size, prefix_caching=system != "paged")
     rule = system.removeprefix("orca-")
     return ReservationManager(num_blocks=num_blocks, block_size=block_size, rule=rule, max_tokens=MAX_LEN)
+
+
+def _even(rng: np.random.Generator, values: np.ndarray, count: int) -> np.ndarray:
+    """`count` values in random order that stand for all of `values`: the middles of equal shares of the sorted ones.
+
+    A few hundred independent draws of such wide lengths miss their own mean by a tenth.
+    """
+    middles = (np.arange(count) + 0.5) * len(values) / count
+    return rng.permutation(np.sort(values)[middles.astype(int)])
 
 
 def _sharegpt(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
     mean_input, mean_output = MEANS["sharegpt"]
     variance = 2 * SHAREGPT_TO_COME / mean_output - 1  # over the squared mean
-    answers = rng.gamma(1 / variance, mean_output * variance, count)
+    answers = rng.gamma(1 / variance, mean_output * variance, DRAWS)
     sigma = SHAREGPT_PROMPT_SIGMA
-    prompts = np.minimum(
-        rng.lognormal(0.0, sigma, 10 * count) * mean_input / np.exp(sigma**2 / 2), MAX_LEN / 2
-    )
-    return prompts[:count] * (mean_input / prompts.mean()), answers
+    prompts = np.minimum(rng.lognormal(0.0, sigma, DRAWS) * mean_input / np.exp(sigma**2 / 2), MAX_LEN / 2)
+    return _even(rng, prompts * (mean_input / prompts.mean()), count), _even(rng, answers, count)
 
 
 def _alpaca(rng: np.random.Generator, count: int, data: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -74,22 +87,60 @@ def _alpaca(rng: np.random.Generator, count: int, data: Path) -> tuple[np.ndarra
     with gzip.open(data / ALPACA_TEXT, "rt", encoding="utf-8") as file:
         prompts = np.array([len(f"{p['instruction']} {p['input']}".split()) for p in json.load(file)])
     return (
-        rng.choice(prompts, count) * (mean_input / prompts.mean()),
-        rng.choice(answers, count) * (mean_output / answers.mean()),
+        _even(rng, prompts * (mean_input / prompts.mean()), count),
+        _even(rng, answers * (mean_output / answers.mean()), count),
     )
 
 
 def workload(name: str, data: Path, count: int, seed: int) -> Trace:
-    """Requests with the lengths of a workload; no prefix in common, all at time 0."""
+    """Requests with the lengths of a workload, all at time 0; of "wmt-N" the first N tokens are common to all.
+
+    Args:
+        name: One of `WORKLOADS`, "chatbot", or "wmt-N".
+        data: Folder of the data.
+        count: Requests.
+        seed: Of the lengths that are drawn; WMT's sentences come in their order.
+    """
+    kind, _, prefix = name.partition("-")
+    if kind == "wmt":
+        return _translations(data, int(prefix), count)
 
     def requests() -> Iterator[TraceRequest]:
         rng = np.random.default_rng(seed)
-        prompts, answers = _sharegpt(rng, count) if name == "sharegpt" else _alpaca(rng, count, data)
+        if kind == "chatbot":
+            yield from _turns(rng, count, data)
+            return
+        prompts, answers = _sharegpt(rng, count) if kind == "sharegpt" else _alpaca(rng, count, data)
         for prompt, answer in zip(prompts, answers):
             num_input = min(max(1, round(float(prompt))), MAX_LEN // 2)
             yield TraceRequest(0.0, num_input, min(max(1, round(float(answer))), MAX_LEN - 1 - num_input))
 
     return Trace(name, "lengths", 0, False, requests, spec=f"{name},{count},{seed}")
+
+
+def _turns(rng: np.random.Generator, count: int, data: Path) -> Iterator[TraceRequest]:
+    turns = [(r.num_input, r.num_output) for r in open_trace(data / TURNS) if r.num_output > 0]
+    for at in rng.integers(0, len(turns), count).tolist():
+        num_input, num_output = turns[at]
+        yield TraceRequest(0.0, min(num_input, CHAT_LIMIT), min(num_output, CHAT_LIMIT - 1))
+
+
+def _words(data: Path, side: str) -> list[int]:
+    with gzip.open(data / WMT[side], "rt", encoding="utf-8") as file:
+        return [max(1, round(len(line.split()) * TOKENS_PER_WORD[side])) for line in file]
+
+
+def _translations(data: Path, prefix: int, count: int) -> Trace:
+    """The common prefix, then each sentence; granules of one token: prefix ids, then ids of its own."""
+    pairs = list(zip(_words(data, "en"), _words(data, "de")))
+
+    def requests() -> Iterator[TraceRequest]:
+        for i in range(count):
+            english, german = pairs[i % len(pairs)]
+            tokens = np.concatenate([np.arange(prefix), np.full(english, 10_000 + i)]).astype(np.int32)
+            yield TraceRequest(0.0, len(tokens), german, token_ids=tokens)
+
+    return Trace(f"wmt-{prefix}", "tokens", 1, True, requests, spec=f"wmt,{prefix},{count}")
 
 
 def blocks_watch(plan: StepPlan) -> dict[str, float]:

@@ -33,13 +33,11 @@ GAP = 1.0
 def _units(smoke: bool, seed: int) -> list[Unit]:
     if smoke:
         return [{"workload": "alpaca", "width": w, "gap": GAP, "requests": 6, "seed": seed} for w in (2, 4)]
-    units = [
-        {"workload": "alpaca", "width": w, "gap": g, "requests": 100, "seed": seed}
+    return [
+        {"workload": name, "width": w, "gap": g, "requests": count, "seed": seed}
+        for name, count in (("alpaca", 100), ("sharegpt", 20))
         for g in GAPS
         for w in PRINTED
-    ]
-    return units + [
-        {"workload": "sharegpt", "width": w, "gap": GAP, "requests": 20, "seed": seed} for w in PRINTED
     ]
 
 

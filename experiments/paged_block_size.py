@@ -90,6 +90,7 @@ EXPERIMENT = Experiment(
     note=(
         LENGTH_NOTE
         + "; only the right half of the paper's curve can appear here: the cost model reads KV at the same speed "
-        "whatever the block size, so what small blocks lose in the kernel is not simulated"
+        "whatever the block size, so what small blocks lose in the kernel is not simulated. At these rates the paged "
+        "system is near its limit, where each block lost to a tail is paid for in waiting"
     ),
 )

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pagedjax.beam import BeamSearch, Candidates, Hypothesis, check_width, reseat
-from pagedjax.cache import KVCacheManager
+from pagedjax.cache import InvariantError, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.request import (
@@ -297,6 +297,8 @@ class Engine:
             return
         try:
             result = self._execute(plan)
+        except InvariantError:  # the books are wrong: there is nothing sound to go back to
+            raise
         except BaseException:  # an interrupt, too
             self.scheduler.undo(plan)
             raise

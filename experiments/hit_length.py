@@ -25,6 +25,8 @@ def count(prompt: int, prefix: int, block_size: int) -> int:
     """
     if not 0 <= prefix <= prompt or prompt < 1:
         raise ValueError(f"prompt={prompt}, prefix={prefix}: must satisfy 0 <= prefix <= prompt, prompt >= 1")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: must be at least 1")
     manager = PagedManager(num_blocks=2 * (prompt // block_size + 2) + 1, block_size=block_size)
     earlier = TokenChain(
         [*range(prefix), 10**6, *range(2 * 10**6, 2 * 10**6 + prompt - prefix)], block_size=block_size

@@ -164,7 +164,7 @@ def _install(
     try:
         if not manager.reserve(seq, len(chain) - hit):
             return False
-        runner.run_copies(manager.take_copies())
+        _run_copies(manager, runner)
         # What lies behind a window at the end was not saved: it must not be indexed.
         manager.leave_behind(seq, len(chain))
         first = hit // manager.block_size
@@ -190,6 +190,15 @@ def _resident(chain: TokenChain, manager: PagedManager) -> int:
     return manager.peek(longer) // manager.block_size
 
 
+def _run_copies(manager: PagedManager, runner: JaxRunner) -> None:
+    copies = manager.take_copies()
+    try:
+        runner.run_copies(copies)
+    except BaseException:
+        manager.lose(copies)
+        raise
+
+
 @contextmanager
 def _held(
     chains: Sequence[TokenChain], manager: PagedManager, runner: JaxRunner
@@ -213,7 +222,7 @@ def _held(
                 raise ValueError(
                     f"save_cache: no room to hold prefix {-1 - seq} while it is read; finish requests"
                 )
-            runner.run_copies(manager.take_copies())
+            _run_copies(manager, runner)
             out.append((count, [manager.table(seq, g)[:count] for g in range(len(runner.layouts))]))
         yield out
     finally:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+_MOST = 1e300  # leaves out nan, inf and what no float holds
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -72,6 +73,8 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             fail(
                 path, number, f"wrong JSON at column {error.colno} ({error.msg})", "must be one object a line"
             )
+        except RecursionError:
+            fail(path, number, "JSON nested too deeply", "must be one object a line")
         if not isinstance(record, dict):
             fail(path, number, f"a JSON {type(record).__name__}", "must be one object a line")
         yield number, record
@@ -81,6 +84,8 @@ class Row:
     """Typed, checked access to one record's fields."""
 
     def __init__(self, path: Path, line: int, record: dict[str, Any]) -> None:
+        if not isinstance(record, dict):
+            fail(path, line, f"an entry {record!r:.40}", "must be an object")
         self.path, self.line, self.record = path, line, record
 
     def fail(self, got: str, rule: str) -> NoReturn:
@@ -99,8 +104,8 @@ class Row:
                 if isinstance(value, str):
                     with suppress(ValueError):
                         value = float(value)
-                if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-                    self.fail(f"{name}={self.record[name]!r}", "must be a number")
+                if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST:
+                    self.fail(f"{name}={self.record[name]!r:.60}", "must be a number")
                 return value
         if default is None:
             self.fail(f"fields {sorted(self.record)}", f"must hold {' or '.join(names)}")
@@ -109,8 +114,10 @@ class Row:
     def length(self, *names: str, least: int = 0, default: int | None = None) -> int:
         """The same for a whole number of tokens, at least `least`."""
         value = self.number(*names, default=default)
-        if value != int(value) or value < least:
-            self.fail(f"{names[0]}={value}", f"must be a whole number of tokens, at least {least}")
+        if value != int(value) or not least <= value < 2**31:
+            self.fail(
+                f"{names[0]}={value}", f"must be a whole number of tokens, at least {least} and below 2**31"
+            )
         return int(value)
 
     def ids(self, name: str, dtype: type) -> np.ndarray:

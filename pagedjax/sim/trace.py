@@ -125,8 +125,7 @@ def read_mooncake(path: Path) -> Trace:
     One id per 512 tokens (`block_size` in a row overrides it), the partly filled last one included.
     """
     path = Path(path)
-    _, first = next(records(path))
-    granularity = int(first.get("block_size", MOONCAKE_GRANULARITY))
+    granularity = Row(path, *next(records(path))).length("block_size", least=1, default=MOONCAKE_GRANULARITY)
 
     def source() -> Iterator[TraceRequest]:
         clock = Clock()
@@ -214,7 +213,10 @@ def read_prompts(path: Path, encode: Encode, *, num_output: int = 0) -> Trace:
             prompt = record.get("prompt", record.get("text"))
             if not isinstance(prompt, str) or not prompt:
                 row.fail(f"fields {sorted(record)}", "must hold a non-empty string `prompt` or `text`")
-            ids = np.array(encode(prompt), dtype=np.int32)
+            try:
+                ids = np.array(encode(prompt), dtype=np.int32)
+            except UnicodeEncodeError:
+                row.fail("a lone surrogate", "must be text that UTF-8 can hold")
             yield TraceRequest(
                 arrival_s=clock.check(row, row.number("arrival_s", default=0.0)),
                 num_input=len(ids),
@@ -239,8 +241,7 @@ def read_agentic(path: Path, *, common_prefix: bool = False) -> Trace:
             lengths but not the identity, so this is an assumption: equal length means equal text.
     """
     path = Path(path)
-    _, first = next(records(path))
-    granularity = int(first.get("block_size", 64))
+    granularity = Row(path, *next(records(path))).length("block_size", least=1, default=64)
 
     def source() -> Iterator[TraceRequest]:
         start_s = 0.0
@@ -379,6 +380,8 @@ def read_alpaca(path: Path, *, field: str = "L_gt", num_input: int = 19) -> Trac
             rows = json.loads(text)
         except json.JSONDecodeError as error:
             fail(path, error.lineno, f"wrong JSON ({error.msg})", "must be an array of objects")
+        except RecursionError:
+            fail(path, 1, "JSON nested too deeply", "must be an array of objects")
         if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
             fail(path, 1, "not an array of objects", "must be a non-empty array of objects")
         for number, record in enumerate(rows, 1):

@@ -72,6 +72,8 @@ def test_drawn_case() -> None:
     ]
     with pytest.raises(ValueError, match="prefix=11"):
         draw({"prompt": 10, "prefix": 11})
+    with pytest.raises(ValueError, match="block_size=0"):
+        draw({"block_size": 0})
 
 
 @pytest.mark.parametrize("prompt", [1, 16, 33])

@@ -240,3 +240,23 @@ def test_head_and_bad_arguments() -> None:
         target_sharing(share=1.5)
     with pytest.raises(ValueError, match="rate=0"):
         Arrivals(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[" * 100_000, "JSON nested too deeply"),
+        ('{"token_ids": [1], "arrival_s": Infinity}', "arrival_s=inf: must be a number"),
+        ('{"token_ids": [1], "arrival_s": 1' + "0" * 400 + "}", "must be a number"),
+        ('{"token_ids": [1], "num_output": 1' + "0" * 30 + "}", "below 2**31"),
+        ('{"hash_ids": [1], "input_length": 3, "timestamp": 0, "block_size": Infinity}', "block_size=inf"),
+        ('{"hash_ids": [1], "input_length": 3, "timestamp": 0, "block_size": null}', "block_size=None"),
+        ('{"block_size": 64, "requests": [5]}', "an entry 5: must be an object"),
+        ('{"prompt": "\\ud800"}', "a lone surrogate"),
+    ],
+)
+def test_odd_values_name_file_and_line(tmp_path: Path, text: str, part: str) -> None:
+    (tmp_path / "odd.jsonl").write_text(text + "\n")
+    with pytest.raises(TraceError) as caught:
+        list(open_trace(tmp_path / "odd.jsonl", encode=lambda text: list(text.encode())))
+    assert "odd.jsonl:1: " in str(caught.value) and part in str(caught.value)

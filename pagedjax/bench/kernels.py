@@ -192,6 +192,7 @@ def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progr
     q = jax.random.normal(jax.random.key(1), (case.batch, N, H), jnp.dtype(dtype))
     kv = pool.data[jnp.asarray(tables)][..., : 2 * K * H].reshape(case.batch, -1, 2, K, H)
     kv = kv[:, : case.context].transpose(2, 0, 3, 1, 4) + 0
+    keys, values = kv[0] + 0, kv[1] + 0  # two arrays: cut from one inside the program they would be copied
 
     def plan(max_groups: int) -> RaggedBatch:
         ragged = plan_ragged(
@@ -208,7 +209,7 @@ def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progr
 
     calls: dict[str, Call] = {
         "copy": _call(lambda x: x + 1, kv),
-        "dense": _call(lambda q, kv: _dense(q, kv[0], kv[1]), q, kv),
+        "dense": _call(_dense, q, keys, values),
         "gather all": _call(
             lambda q, pool, t: _gather_all(q, pool, t, case.context), q, pool, jnp.asarray(tables)
         ),

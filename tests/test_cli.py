@@ -1,5 +1,6 @@
 """The command line: results on stdout, one line and exit code 2 for bad input, JSON that parses."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -364,3 +365,22 @@ def test_demo_answers_and_shares(run, smollm_cache):
     assert shown["samples"]["num_copies"] == 3
     assert len({sample["text"] for sample in shown["samples"]["samples"]}) == 4
     assert shown["ttft_warm_s"] < shown["ttft_cold_s"]
+
+
+def test_only_a_reader_who_left_ends_well(monkeypatch):
+    """An exit that some library asks for keeps its code: only the end of a pipe is no error."""
+
+    def end(**_: object) -> None:
+        raise SystemExit(3)
+
+    def left(**_: object) -> None:
+        try:
+            raise BrokenPipeError(errno.EPIPE, "pipe")
+        except OSError:
+            raise SystemExit(1)  # noqa: B904  as click does
+
+    monkeypatch.setattr("pagedjax.cli.cli.main", end)
+    with pytest.raises(SystemExit, match="3"):
+        main(["doctor"])
+    monkeypatch.setattr("pagedjax.cli.cli.main", left)
+    assert main(["doctor"]) == 0

@@ -8,6 +8,7 @@ and exit code 2; a broken invariant is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -79,7 +80,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
-    except SystemExit:  # the reader of our output left, as `| head` does: click has silenced both streams
+    except SystemExit as end:
+        # The reader of our output left, as `| head` does: click has silenced both streams, and ends us.
+        if not (isinstance(end.__context__, OSError) and end.__context__.errno == errno.EPIPE):
+            raise
         return 0
     except click.exceptions.NoArgsIsHelpError as error:  # a group without its command
         print(error.format_message(), file=sys.stderr)

@@ -209,6 +209,27 @@ def test_a_crash_while_saving_leaves_the_old_snapshot_good(make_llm, saved, tmp_
     assert make_llm().load_cache(folder) == 24
 
 
+def test_copies_that_fail_while_loading_are_not_believed(make_llm, saved, monkeypatch):
+    """What was to go to the host to make room, and may not be there, is never hit."""
+    other = np.random.default_rng(1).integers(0, 256, 89).tolist()
+    cold = make_llm().generate([other], NEXT)[0]
+    llm = make_llm(cache__num_blocks=17, cache__host_blocks=40)
+    llm.generate([other], NEXT)
+
+    def fail(copies: object) -> None:
+        assert copies
+        raise RuntimeError("no copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "run_copies", fail)
+        with pytest.raises(RuntimeError, match="no copy"):
+            llm.load_cache(saved[0])
+    llm.manager.check_invariants()
+    again = llm.generate([other], NEXT)[0]
+    assert again.outputs[0].token_ids == cold.outputs[0].token_ids
+    np.testing.assert_allclose(again.outputs[0].logprobs, cold.outputs[0].logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("damage", ["missing", "pointer", "manifest", "blocks", "bytes"])
 def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, damage):
     import shutil

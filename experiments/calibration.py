@@ -219,23 +219,17 @@ EXPERIMENT = Experiment(
     claims=(
         *(
             Claim(
-                f"vLLM 0.1.2, {name}",
+                f"{engine}, {name}",
                 value,
-                "repetition of the benchmark",
-                cell("simulated", least=_LEAST, source="repetition", figure=name),
+                where,
+                cell("simulated", least=_LEAST, source=source, figure=name),
                 0.05,
             )
-            for name, value in zip(NAMES, PRINTED["repetition"])
-        ),
-        *(
-            Claim(
-                f"vLLM 0.1, {name}",
-                value,
-                "Anyscale's blog",
-                cell("simulated", least=_LEAST, source="blog", figure=name),
-                0.05,
+            for source, engine, where in (
+                ("repetition", "vLLM 0.1.2", "repetition of the benchmark"),
+                ("blog", "vLLM 0.1", "Anyscale's blog"),
             )
-            for name, value in zip(NAMES, PRINTED["blog"])
+            for name, value in zip(NAMES, PRINTED[source])
         ),
         *(
             Claim(

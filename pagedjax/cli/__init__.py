@@ -8,10 +8,11 @@ and exit code 2; a broken invariant is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -33,8 +34,36 @@ COMMANDS = {
 }
 
 
+class _ReaderLeft(Exception):
+    """Nobody reads our stdout any more, as after `| head`: no error, and nothing left to do."""
+
+
+@contextmanager
+def _reader() -> Iterator[None]:
+    """Names the end of a pipe before click, or rich, turns it into an exit like any other."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise _ReaderLeft from None
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich's console
+            raise _ReaderLeft from None
+        raise
+
+
 class _Commands(click.Group):
     """Imports a command's module when the command is asked for."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        with _reader():  # --help and --version write here
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader():
+            result = super().invoke(ctx)
+            if sys.stdout is not None:  # none where it was closed before we began
+                sys.stdout.flush()
+            return result
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -80,10 +109,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
-    except SystemExit as end:
-        # The reader of our output left, as `| head` does: click has silenced both streams, and ends us.
-        if not (isinstance(end.__context__, OSError) and end.__context__.errno == errno.EPIPE):
-            raise
+    except _ReaderLeft:
+        # What is still buffered has nowhere to go, and must not fail when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except click.exceptions.NoArgsIsHelpError as error:  # a group without its command
         print(error.format_message(), file=sys.stderr)

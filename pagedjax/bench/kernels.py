@@ -1,16 +1,18 @@
 """Decode attention of one layer: each implementation beside a dense cache, a gather of everything, a copy, and
 jax's own references and kernels.
 
-All candidates of a case run in turn in one process, and each figure is the best of its rounds: on a shared
-machine the ratios hold where the times do not. `gb_per_s` counts the keys and values that the step must read.
-On a GPU or TPU a round is ten calls in a row, so that what is timed is the device and not the dispatch.
+All candidates of a shape, those of every block size included, run in turn in one process, and each figure is the
+best of its rounds: on a shared machine the ratios hold where the times do not. `gb_per_s` counts the keys and values
+that the step must read. On a GPU or TPU a round is ten calls in a row, so that what is timed is the device and not
+the dispatch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -22,7 +24,9 @@ from pagedjax.kernels import IMPLEMENTATIONS, KVLayout, KVPool, RaggedBatch, pag
 
 Progress = Callable[[str], None]
 Call = Callable[[], Any]
-# One copy of the rows' keys and values; about ten stand side by side.
+# (block size, or None for what has no blocks; name).
+Key = tuple[int | None, str]
+# One copy of the rows' keys and values; about three stand side by side, and four for every block size.
 _FLOATS_AT_MOST = {"cpu": 1 << 28, "tpu": 1 << 29, "gpu": 1 << 31}
 _CALLS_A_ROUND = {"cpu": 1, "tpu": 10, "gpu": 10}
 
@@ -88,7 +92,8 @@ def run(
 
     Returns:
         Rows with device, dtype, heads, head_dim, batch, context, shared, block_size, implementation, ms,
-        gb_per_s, of_copy (share of the measured copy bandwidth) and of_dense (dense time over this one).
+        gb_per_s, of_copy (share of the measured copy bandwidth) and of_dense (dense time over this one). The dense
+        cache is measured once a shape; it has no blocks, and block_size None.
     """
     tell = progress or (lambda message: None)
     device = jax.devices()[0]
@@ -102,33 +107,37 @@ def run(
     if cases is None:
         cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
     rows: list[dict[str, Any]] = []
-    for case in cases:
-        if case.kv_floats > _FLOATS_AT_MOST[platform]:
-            tell(f"left out: {case} needs {case.kv_floats * 4 / 2**30:.1f} GiB a copy")
+    # By shape: what stands side by side in the list differs in its block size alone.
+    for shape, group in groupby(cases, key=lambda case: replace(case, block_size=0)):
+        sizes = [case.block_size for case in group]
+        if shape.kv_floats > _FLOATS_AT_MOST[platform]:
+            tell(f"left out: {shape} needs {shape.kv_floats * 4 / 2**30:.1f} GiB a copy")
             continue
-        tell(f"{case.heads[0]}q/{case.heads[1]}kv/{case.head_dim}, batch {case.batch} × {case.context}, "
-             f"blocks of {case.block_size}")  # fmt: skip
-        best = _best(_candidates(case, dtype, others, platform, tell), rounds, _CALLS_A_ROUND[platform])
-        num_bytes = case.kv_floats * jnp.dtype(dtype).itemsize
+        tell(f"{shape.heads[0]}q/{shape.heads[1]}kv/{shape.head_dim}, batch {shape.batch} × {shape.context}, "
+             f"blocks of {', '.join(map(str, sizes))}")  # fmt: skip
+        calls = _candidates(shape, sizes, dtype, others, platform, tell)
+        best = _best(calls, rounds, _CALLS_A_ROUND[platform])
+        num_bytes = shape.kv_floats * jnp.dtype(dtype).itemsize
         # A copy reads and writes its bytes.
-        copy_gb_per_s = 2 * num_bytes / best.pop("copy") / 1e9
-        for name, seconds in best.items():
+        copy_gb_per_s = 2 * num_bytes / best.pop((None, "copy")) / 1e9
+        dense = best[None, "dense"]
+        for (block_size, name), seconds in best.items():
             gb_per_s = num_bytes / seconds / 1e9
             rows.append(
                 {
                     "device": device.device_kind,
                     "dtype": dtype,
-                    "heads": f"{case.heads[0]}/{case.heads[1]}",
-                    "head_dim": case.head_dim,
-                    "batch": case.batch,
-                    "context": case.context,
-                    "shared": case.shared,
-                    "block_size": case.block_size,
+                    "heads": f"{shape.heads[0]}/{shape.heads[1]}",
+                    "head_dim": shape.head_dim,
+                    "batch": shape.batch,
+                    "context": shape.context,
+                    "shared": shape.shared,
+                    "block_size": block_size,
                     "implementation": name,
                     "ms": seconds * 1e3,
                     "gb_per_s": gb_per_s,
                     "of_copy": gb_per_s / copy_gb_per_s,
-                    "of_dense": best["dense"] / seconds,
+                    "of_dense": dense / seconds,
                 }
             )
     return rows
@@ -157,16 +166,12 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             )
 
     llama = {"heads": "32/8", "head_dim": 128, "context": 4096, "shared": 0}
-    usual = llama | {"batch": 8, "block_size": 16}
-    claim("xla over gathering everything", ms("xla", **usual), ms("gather all", **usual), most=1 / 5)
-    claim("xla over a dense cache", ms("xla", **usual), ms("dense", **usual), most=1.5)
-    # Cases follow one another and the machine may change pace: each by its own dense cache.
-    by_size = [
-        (ms("xla", **usual | {"block_size": b}), ms("dense", **usual | {"block_size": b}))
-        for b in _BLOCK_SIZES[:-1]
-    ]
-    sizes = [over / under for pair in by_size for over, under in zip(*pair)]
-    claim("xla over dense, worst block size of 8 to 128 over best", sizes, sizes, most=1.2)
+    usual = llama | {"batch": 8}
+    at_16 = ms("xla", **usual, block_size=16)
+    claim("xla over gathering everything", at_16, ms("gather all", **usual, block_size=16), most=1 / 5)
+    claim("xla over a dense cache", at_16, ms("dense", **usual), most=1.5)
+    sizes = [t for size in _BLOCK_SIZES if size <= 128 for t in ms("xla", **usual, block_size=size)]
+    claim("xla, slowest block size of 8 to 128 over fastest", sizes, sizes, most=1.2)
     for heads, head_dim in (("9/3", 64), ("32/8", 128)):
         shared = {"heads": heads, "head_dim": head_dim, "batch": 32, "context": 2048 + 128, "shared": 2048}
         text = f"xla without cascade over with, {heads}/{head_dim}"
@@ -178,21 +183,42 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progress) -> dict[str, Call]:
-    """Everything to time for a case, compiled and checked against each other."""
-    (N, K), H, B = case.heads, case.head_dim, case.block_size
-    rng = np.random.default_rng(0)
+def _candidates(
+    shape: Case, sizes: Sequence[int], dtype: str, others: bool, platform: str, tell: Progress
+) -> dict[Key, Call]:
+    """Everything to time for a shape, compiled and checked against each other; every block size has the same keys."""
+    (N, K), H = shape.heads, shape.head_dim
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (shape.batch, N, H), jnp.dtype(dtype))
+    rows = jax.random.normal(keys[1], (shape.batch, shape.context, 2 * K * H), jnp.dtype(dtype))
+    rows = rows.at[:, : shape.shared].set(rows[0, : shape.shared])
+    kv = rows.reshape(shape.batch, -1, 2, K, H).transpose(2, 0, 3, 1, 4)
+    # Two arrays: cut from one inside the program they would be copied.
+    calls: dict[Key, Call] = {
+        (None, "copy"): _call(lambda x: x + 1, rows),
+        (None, "dense"): _call(_dense, q, kv[0] + 0, kv[1] + 0),
+    }
+    for size in sizes:
+        of_size = _paged(replace(shape, block_size=size), q, rows, others, platform, tell)
+        calls |= {(size, name): call for name, call in of_size.items()}
+    _check_equal(calls)
+    return calls
+
+
+def _paged(
+    case: Case, q: jax.Array, rows: jax.Array, others: bool, platform: str, tell: Progress
+) -> dict[str, Call]:
+    """What reads rows f[S, context, 2*K*H] out of blocks."""
+    (_, K), H, B = case.heads, case.head_dim, case.block_size
     prefix, width = case.shared // B, -(-case.context // B)
     num_blocks = 1 + prefix + case.batch * (width - prefix)
-    layout = KVLayout(1, num_blocks, B, K, H, dtype)
-    pool = KVPool(jax.random.normal(jax.random.key(0), layout.shape, jnp.dtype(dtype)), layout)
-    ids = rng.permutation(num_blocks - 1).astype(np.int32) + 1
+    ids = np.random.default_rng(0).permutation(num_blocks - 1).astype(np.int32) + 1
     own = ids[prefix:].reshape(case.batch, -1)
     tables = np.concatenate([np.tile(ids[:prefix], (case.batch, 1)), own], axis=1)
-    q = jax.random.normal(jax.random.key(1), (case.batch, N, H), jnp.dtype(dtype))
-    kv = pool.data[jnp.asarray(tables)][..., : 2 * K * H].reshape(case.batch, -1, 2, K, H)
-    kv = kv[:, : case.context].transpose(2, 0, 3, 1, 4) + 0
-    keys, values = kv[0] + 0, kv[1] + 0  # two arrays: cut from one inside the program they would be copied
+    layout = KVLayout(1, num_blocks, B, K, H, str(rows.dtype))
+    padded = jnp.pad(rows, ((0, 0), (0, width * B - case.context), (0, layout.width - 2 * K * H)))
+    blocks = padded.reshape(case.batch, width, B, layout.width)
+    pool = KVPool(jnp.zeros(layout.shape, rows.dtype).at[tables].set(blocks), layout)
 
     def plan(max_groups: int) -> RaggedBatch:
         ragged = plan_ragged(
@@ -208,8 +234,6 @@ def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progr
         return jax.tree.map(jnp.asarray, ragged)
 
     calls: dict[str, Call] = {
-        "copy": _call(lambda x: x + 1, kv),
-        "dense": _call(_dense, q, keys, values),
         "gather all": _call(
             lambda q, pool, t: _gather_all(q, pool, t, case.context), q, pool, jnp.asarray(tables)
         ),
@@ -225,14 +249,13 @@ def _candidates(case: Case, dtype: str, others: bool, platform: str, tell: Progr
                     q, pool, plan(max_groups),
                 )  # fmt: skip
             except NotImplementedError as limit:
-                tell(f"{label} left out: {limit}")
+                tell(f"{label} left out, blocks of {B}: {limit}")
     for name in rivals.names(platform) if others else ():
         try:
             calls[name] = rivals.make(name, rivals.Step(q, pool, jnp.asarray(tables), case.context))
         except Exception as limit:  # other people's code: each refuses in its own way
             reason = str(limit).strip().partition("\n")[0]
-            tell(f"{name} left out: {type(limit).__name__} {reason[:120]}")
-    _check_equal(calls)
+            tell(f"{name} left out, blocks of {B}: {type(limit).__name__} {reason[:120]}")
     return calls
 
 
@@ -241,10 +264,10 @@ def _call(fn: Callable[..., jax.Array], *args: Any) -> Call:
     return lambda: compiled(*args)
 
 
-def _check_equal(calls: dict[str, Call]) -> None:
+def _check_equal(calls: dict[Key, Call]) -> None:
     """A candidate that computes something else is not worth timing."""
-    want = rivals.to_numpy(calls["dense"]())
-    for name, call in calls.items():
+    want = rivals.to_numpy(calls[None, "dense"]())
+    for (_, name), call in calls.items():
         if name != "copy":
             error = float(np.abs(rivals.to_numpy(call()) - want).max())
             if not error < 3e-2:
@@ -271,14 +294,14 @@ def _gather_all(q: jax.Array, pool: KVPool, tables: jax.Array, context: int) -> 
     return jnp.einsum("skgt,stkh->skgh", weights.astype(kv.dtype), kv[:, :, 1]).reshape(q.shape)
 
 
-def _best(calls: dict[str, Call], rounds: int, calls_a_round: int) -> dict[str, float]:
+def _best(calls: dict[Key, Call], rounds: int, calls_a_round: int) -> dict[Key, float]:
     """Seconds a call in each one's fastest round, rounds interleaved."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
-        for name, call in calls.items():
+        for key, call in calls.items():
             started = time.perf_counter()
             for _ in range(calls_a_round):
                 result = call()
             jax.block_until_ready(result)
-            best[name] = min(best[name], (time.perf_counter() - started) / calls_a_round)
+            best[key] = min(best[key], (time.perf_counter() - started) / calls_a_round)
     return best

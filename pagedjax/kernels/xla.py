@@ -22,8 +22,9 @@ from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
 NEG = -1e30
 # Of queries against some keys: acc f32[..., H] = sum of exp(s - m) * v, m = max of s, l = sum of exp(s - m).
 State = tuple[jax.Array, ...]
-# One iteration's gathered keys, and as much again of values: both should stay in a core's L2 cache.
-_GROUP_BYTES = 512 << 10
+# One iteration's gathered keys, and as much again of values. With less, a matrix product is too small for XLA:CPU to
+# spread over the cores that gathered it, and half of it is read out of another core's cache; with more, out of memory.
+_GROUP_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,6 @@ def _decode_items(
             seen &= pos >= lens[row][:, None] - params.window
         tables = ragged.block_tables[row]
         k = _gather(pool, layer, tables, start, chunk, 0).astype(jnp.float32)
-        v = _zero_unseen(_gather(pool, layer, tables, start, chunk, K), seen)
         # Keys on the left: the product of a tall and a small matrix is 3 × the other way round on CPU.
         # The barrier keeps the transpose from being folded back into it.
         scores = lax.optimization_barrier(_dot("ikth,ikgh->iktg", k, queries[row]))
@@ -227,6 +227,9 @@ def _decode_items(
         scores = jnp.where(seen[:, None, None, :], scores, NEG)
         m = scores.max(axis=-1)
         p = jnp.exp(scores - m[..., None])
+        # Not before the keys are done with, which they would push out of the cache.
+        p, start = lax.optimization_barrier((p, start))
+        v = _zero_unseen(_gather(pool, layer, tables, start, chunk, K), seen)
         part = (_dot("ikgt,ikth->ikgh", p, v), m, p.sum(axis=-1))
         return tuple(
             lax.dynamic_update_slice(s, x, (at, *(0 for _ in x.shape[1:]))) for s, x in zip(state, part)

@@ -15,7 +15,18 @@ def test_implementations_and_rivals_agree_and_refusals_are_named():
     assert next(row for row in rows if row["implementation"] == "dense")["of_dense"] == 1
     assert any(line.startswith("no GPU or TPU here") for line in said)
     for kernel in ("pallas_tpu", "pallas_mosaic"):
-        assert any(line.startswith(f"{kernel} left out: ") for line in said)
+        assert any(line.startswith(f"{kernel} left out, blocks of 16: ") for line in said)
+
+
+def test_every_block_size_of_a_shape_runs_beside_one_dense_cache():
+    cases = [kernels.Case((4, 2), 32, batch=2, context=80, block_size=size) for size in (8, 16, 32)]
+    said = []
+    rows = kernels.run(
+        [*cases, kernels.Case((4, 2), 32, batch=1, context=80)], rounds=1, progress=said.append
+    )
+    found = [(row["batch"], row["block_size"]) for row in rows if row["implementation"] in ("xla", "dense")]
+    assert found == [(2, None), (2, 8), (2, 16), (2, 32), (1, None), (1, 16)]
+    assert "4q/2kv/32, batch 2 × 80, blocks of 8, 16, 32" in said
 
 
 def row(case, implementation, ms, of_copy=0.5):

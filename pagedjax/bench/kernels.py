@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.bench import rivals
-from pagedjax.kernels import IMPLEMENTATIONS, KVLayout, KVPool, RaggedBatch, paged_attention, plan_ragged
+from pagedjax.kernels import (
+    IMPLEMENTATIONS,
+    KVLayout,
+    KVPool,
+    RaggedBatch,
+    native,
+    paged_attention,
+    plan_ragged,
+)
 
 Progress = Callable[[str], None]
 Call = Callable[[], Any]
@@ -100,6 +108,7 @@ def run(
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
     if platform == "cpu":
+        native.prepare()
         tell(
             "no GPU or TPU here: their kernels are left out; on such a machine this command measures them "
             '(Hopper: pip install "jax[cuda13]==0.12.0.1" torch)'

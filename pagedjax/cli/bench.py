@@ -114,7 +114,7 @@ def cache(common: Common, large: bool) -> None:
 
 @command.command("kernels")
 @click.option(
-    "--rounds", type=_COUNT, default=7, show_default=True, help="Times each candidate runs; the best counts."
+    "--rounds", type=_COUNT, default=15, show_default=True, help="Times each candidate runs; the best counts."
 )
 @common_options()
 def kernels(common: Common, rounds: int) -> None:

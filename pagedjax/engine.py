@@ -19,6 +19,7 @@ from pagedjax.beam import BeamSearch, Candidates, Hypothesis, check_width, resea
 from pagedjax.cache import InvariantError, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
+from pagedjax.interrupts import HeldInterrupts
 from pagedjax.request import (
     MAX_END_IDS,
     CompletionOutput,
@@ -96,6 +97,10 @@ class Runner(Protocol):
         """Run the plan's copies, then compute its rows."""
         ...
 
+    def recover(self) -> bool:
+        """After a step that failed: make the pool usable again. Says whether its contents are lost."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -168,6 +173,7 @@ class Engine:
         self._streams: dict[int, TextStream] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._touched: dict[str, Request] = {}  # have something new to tell
+        self._ready: dict[str, RequestOutput] = {}  # what they tell, until a step has returned it
         self._held: dict[str, RequestOutput | None] = {}  # of each open stream, what it has not yielded yet
         self._stepping = False
         self._seq_ids = itertools.count()
@@ -217,7 +223,7 @@ class Engine:
             request_id = str(self._num_added)
         if not isinstance(priority, int):
             raise ValueError(f"priority={priority!r}: must be a whole number; 0 is the common one")
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._ready:
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
         prompt = tuple(np.asarray(prompt_token_ids).tolist())
         seed = sampling.seed
@@ -227,16 +233,21 @@ class Engine:
         request = Request(request_id, prompt, sampling, seed, arrival=self._clock(), priority=priority)
         request.end_token_ids = self._end_ids(sampling)
         chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
-        if sampling.beam_width:
-            self._searches[request_id] = self._new_search(request)
-        for index in range(1 if sampling.beam_width else sampling.num_sequences):
-            own = chain if index == 0 else chain.fork()
-            seq = Sequence(next(self._seq_ids), request, index, own)
-            request.sequences.append(seq)
-            if self._decode is not None and not sampling.beam_width:
-                self._streams[seq.seq_id] = TextStream(self._decode, sampling.stop)
-        self._requests[request_id] = request
-        self.scheduler.add(request)
+        try:
+            with HeldInterrupts():
+                if sampling.beam_width:
+                    self._searches[request_id] = self._new_search(request)
+                for index in range(1 if sampling.beam_width else sampling.num_sequences):
+                    own = chain if index == 0 else chain.fork()
+                    seq = Sequence(next(self._seq_ids), request, index, own)
+                    request.sequences.append(seq)
+                    if self._decode is not None and not sampling.beam_width:
+                        self._streams[seq.seq_id] = TextStream(self._decode, sampling.stop)
+                self._requests[request_id] = request
+                self.scheduler.add(request)
+        except KeyboardInterrupt:  # the caller never learns the id
+            self.abort(request_id)
+            raise
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -244,22 +255,24 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        for seq in request.live:
-            self.scheduler.finish(seq, FinishReason.ABORT)
-        self._touched.pop(request_id, None)
-        return self._output(request)
+        with HeldInterrupts():
+            for seq in request.live:
+                self.scheduler.finish(seq, FinishReason.ABORT)
+            self._touched.pop(request_id, None)
+            self._ready.pop(request_id, None)
+            return self._output(request)
 
     # ------------------------------------------------------------------- work
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._touched or self.scheduler.ended)
+        return self.scheduler.has_work or bool(self._touched or self._ready or self.scheduler.ended)
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and book one step.
 
-        What the runner or `on_step` raises comes through, and the engine can go on: requests of a step that
-        did not run to its end go back to the queue, outputs that were not delivered are the next step's.
+        What the runner or `on_step` raises comes through, and so does Ctrl-C, and the engine can go on: requests of
+        a step that did not run to its end go back to the queue, outputs that were not delivered are the next step's.
 
         Returns:
             One output for each request that got a token or ended in this step; of beams and best_of only
@@ -274,20 +287,21 @@ class Engine:
             )
         self._stepping = True
         try:
-            self._advance()
+            with HeldInterrupts() as interrupts:
+                self._advance(interrupts)
+                for seq in self.scheduler.ended:
+                    self._touched[seq.request.request_id] = seq.request
+                self.scheduler.ended.clear()
+                touched, self._touched = self._touched, {}
+                for request in touched.values():
+                    if not (request.live and request.sampling.waits_for_all):
+                        self._ready[request.request_id] = self._output(request)
+            outputs, self._ready = self._ready, {}
+            return list(outputs.values())
         finally:
             self._stepping = False
-        for seq in self.scheduler.ended:
-            self._touched[seq.request.request_id] = seq.request
-        self.scheduler.ended.clear()
-        touched, self._touched = self._touched, {}
-        return [
-            self._output(request)
-            for request in touched.values()
-            if not (request.live and request.sampling.waits_for_all)
-        ]
 
-    def _advance(self) -> None:
+    def _advance(self, interrupts: HeldInterrupts) -> None:
         """Plan, run and book; leaves the requests that have something to tell in `_touched`."""
         clock = self._clock
         started = clock()
@@ -296,11 +310,15 @@ class Engine:
         if not (plan.rows or plan.copies):
             return
         try:
-            result = self._execute(plan)
+            with interrupts.allowed():
+                result = self._execute(plan)
         except InvariantError:  # the books are wrong: there is nothing sound to go back to
             raise
-        except BaseException:  # an interrupt, too
+        except BaseException as error:  # an interrupt, too
             self.scheduler.undo(plan)
+            if self.runner.recover():
+                self.manager.reset("preempt")
+                error.add_note("The KV pool was lost with this step: nothing is cached or pinned any more.")
             raise
         executed = clock()
         if self.scheduler.config.preemption == "auto":
@@ -320,7 +338,8 @@ class Engine:
                 self._book_details(seq, result, at)
                 self._apply_stop_rules(seq)
         if self.on_step is not None:
-            self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
+            with interrupts.allowed():
+                self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         result = self.runner.execute(plan)

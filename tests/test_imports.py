@@ -24,6 +24,7 @@ HOST = (
             "preemption",
             "beam",
             "managers",
+            "interrupts",
             "engine",
         )
     }
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "pagedjax.beam": HOST | {"numpy"},
     "pagedjax.managers": CACHE | SETTINGS,
     "pagedjax.preemption": CACHE,
+    "pagedjax.interrupts": set(),
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
     "pagedjax.paths": set(),

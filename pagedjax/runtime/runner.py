@@ -159,6 +159,19 @@ class JaxRunner:
         times = (elapsed, packed - copied, dispatched - packed, copied - started)
         return StepResult(asked.tokens, asked.logprobs, *times, *asked[2:], prompt)
 
+    def recover(self) -> bool:
+        """New pools where a failed step, to which the old ones were donated, did not give them back.
+
+        Returns:
+            Whether contents were lost; those of the host are not.
+        """
+        try:
+            jax.block_until_ready([pool.data for pool in self.pools])
+        except RuntimeError:  # deleted, or the result of a computation that failed
+            self.pools = tuple(make_pool(layout) for layout in self.layouts)
+            return True
+        return False
+
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
         self.pools = self.copies.run(self.pools, copies)

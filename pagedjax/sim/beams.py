@@ -98,6 +98,10 @@ class RecordedBeams:
         self._runner = runner
         self._rows: dict[tuple[str, tuple[int, ...]], list[tuple[np.ndarray, np.ndarray]]] = {}
 
+    def recover(self) -> bool:
+        """What the runner says."""
+        return self._runner.recover()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """What the runner says, written down."""
         result = self._runner.execute(plan)

@@ -72,6 +72,10 @@ class SimRunner:
         self.block_bytes = block_bytes
         self._copy_s = copy_s
 
+    def recover(self) -> bool:
+        """Holds no contents that could be lost."""
+        return False
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Advance the clock and answer."""
         elapsed = self._step_s(plan)

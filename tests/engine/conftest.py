@@ -55,6 +55,9 @@ class ToyRunner:
         self.token_s, self.block_s = 0.0, 0.0  # seconds per token and per swapped block
         self.plans: list[StepPlan] = []
 
+    def recover(self) -> bool:
+        return False
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         for batch in plan.copies.batches:

@@ -1,11 +1,17 @@
 """Steps that do not run to their end, hooks that raise, and several who step one engine."""
 
+import contextlib
 import dataclasses
 import random
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
+import pagedjax
 from pagedjax.engine import StepResult
+from pagedjax.interrupts import HeldInterrupts
 from pagedjax.request import SamplingParams
 
 BLOCK = 4
@@ -100,6 +106,86 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
         assert engine.manager.num_free == engine.manager.num_usable
         failures += len(counted)
     assert bool(failures) == bool(chance)
+
+
+@contextlib.contextmanager
+def _ctrl_c_at(line):
+    """Ctrl-C arrives when the n-th line of the package runs in this context."""
+    package, seen = str(Path(pagedjax.__file__).parent), 0
+
+    def local(frame, event, arg):
+        nonlocal seen
+        if event == "line":
+            seen += 1
+            if seen == line:
+                signal.raise_signal(signal.SIGINT)
+        return local
+
+    before, tracer = signal.signal(signal.SIGINT, signal.default_int_handler), sys.gettrace()
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(package) else None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_blocks": 14, "partial": 1}, {"num_blocks": 10, "host_blocks": 16, "preemption": "swap"}],
+    ids=["recompute", "swap"],
+)
+def test_ctrl_c_at_any_line_breaks_no_book(make_engine, judge, options):
+    interrupts = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        engine = make_engine(block_size=BLOCK, max_model_len=32, token_budget=16, **options)
+        stem = [rng.randrange(97) for _ in range(12)]
+        asked, done, chains = {}, {}, []
+        for step in range(120):
+            outputs = []
+            with contextlib.suppress(KeyboardInterrupt), _ctrl_c_at(rng.choice([0, rng.randrange(3000)])):
+                interrupts += 1
+                if step < 12:
+                    prompt = [*stem[: rng.randint(1, 12)], rng.randrange(97)]
+                    params = SamplingParams(
+                        max_tokens=rng.randint(1, 8), n=rng.choice([1, 2]), ignore_eos=True
+                    )
+                    request_id = str(step)
+                    engine.add(prompt, params, request_id=request_id)
+                    asked[request_id] = prompt
+                    chains += [seq.chain for seq in engine._requests[request_id].sequences]
+                outputs = engine.step()
+                interrupts -= 1
+            for output in outputs:
+                assert output.request_id not in done
+                done |= {output.request_id: output} if output.finished else {}
+            engine.manager.check_invariants()
+            _check_contents(engine, chains)
+            if step > 12 and not engine.has_work:
+                break
+        assert set(done) == set(asked)
+        for request_id, output in done.items():
+            for sample in output.outputs:
+                assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
+        assert engine.manager.num_free == engine.manager.num_usable
+    assert interrupts > 50
+
+
+def test_the_second_ctrl_c_does_not_wait():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+            reached = 1
+            signal.raise_signal(signal.SIGINT)
+            reached = 2
+        assert reached == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, lambda *_: None)  # somebody's own handler stays
+        with HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_hook_that_raises_loses_no_output(make_engine, greedy, judge):

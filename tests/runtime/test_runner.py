@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from pagedjax.cache import PagedManager
+from pagedjax.cache import PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.kernels import KVLayout, KVPool
 from pagedjax.request import SamplingParams
@@ -326,3 +326,66 @@ def test_manager_and_runner_of_different_sizes_are_refused(tiny, make_engine):
     manager = PagedManager(num_blocks=65, block_size=4)
     with pytest.raises(ValueError, match="num_blocks"):
         type(engine)(manager, engine.runner, engine.scheduler.config, max_model_len=64)
+
+
+@pytest.mark.parametrize("victim", ["step_fn", "copies"])
+def test_a_failed_step_that_took_the_pool_with_it_is_done_again(
+    tiny, make_engine, greedy_judge, run_all, monkeypatch, victim
+):
+    """Ctrl-C, or memory that ran out, between the donation of the pools and their return."""
+    engine = make_engine(tiny, num_blocks=40, shuffle=1)
+    prompts = {
+        "old": [5, 6, 7, 8, 9, 10, 11, 12, 13],
+        "fork": [5, 6, 7, 8, 20],
+        "new": [5, 6, 7, 8, 9, 10, 30],
+    }
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine.add(prompts["old"], params, request_id="first")
+    run_all(engine)
+    pinned = TokenChain(prompts["old"], block_size=4)
+    assert engine.manager.pin(pinned) == 8 and engine.manager.snapshot()["groups"][0]["keys"]
+    engine.add(prompts["old"], params, request_id="old")
+    engine.add(prompts["fork"], dataclasses.replace(params, n=2), request_id="fork")
+    outputs = {o.request_id: o for _ in range(2) for o in engine.step()}
+    runner = engine.runner
+    step_fn, copies = runner.step_fn, runner.copies
+
+    def dies(params, pools, batch):
+        step_fn(params, pools, batch)
+        raise KeyboardInterrupt
+
+    class Dying:
+        def run(self, pools, plan):
+            copies._copy(pools[0], np.full(32, -1, np.int32), np.full(32, -1, np.int32))
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, victim, dies if victim == "step_fn" else Dying())
+        with pytest.raises(KeyboardInterrupt) as failure:
+            engine.step()
+    assert "nothing is cached or pinned any more" in failure.value.__notes__[0]
+    state = engine.manager.snapshot()["groups"][0]
+    assert not state["keys"] and not state["ref"]
+    engine.add(prompts["new"], params, request_id="new")
+    outputs |= run_all(engine)
+    assert {name: list(outputs[name].outputs[0].token_ids) for name in prompts} == {
+        name: greedy_judge(prompt, 6) for name, prompt in prompts.items()
+    }
+
+
+def test_a_failed_step_that_left_the_pool_keeps_what_is_cached(tiny, make_engine, run_all, monkeypatch):
+    engine = make_engine(tiny, num_blocks=40)
+    engine.add([5, 6, 7, 8, 9], SamplingParams(max_tokens=6, ignore_eos=True))
+    run_all(engine)
+    before = engine.manager.snapshot()["groups"][0]["keys"]
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    engine.add([5, 6, 7, 8, 30], SamplingParams(max_tokens=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "step_fn", dies)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.manager.snapshot()["groups"][0]["keys"] == before != {}
+    run_all(engine)

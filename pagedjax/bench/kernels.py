@@ -34,8 +34,8 @@ Progress = Callable[[str], None]
 Call = Callable[[], Any]
 # (block size, or None for what has no blocks; name).
 Key = tuple[int | None, str]
-# One copy of the rows' keys and values; about three stand side by side, and four for every block size.
-_FLOATS_AT_MOST = {"cpu": 1 << 28, "tpu": 1 << 29, "gpu": 1 << 31}
+# Keys and values that lie side by side: about three copies of the rows', and four more for every block size.
+_FLOATS_AT_ONCE = {"cpu": 1 << 31, "tpu": 1 << 32, "gpu": 1 << 34}
 _CALLS_A_ROUND = {"cpu": 1, "tpu": 10, "gpu": 10}
 
 
@@ -84,15 +84,15 @@ def run(
     cases: Sequence[Case] | None = None,
     *,
     dtype: str | None = None,
-    rounds: int = 7,
+    rounds: int = 15,
     others: bool = True,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Measures every case with every implementation that this device runs.
 
     Args:
-        cases: Shapes; None takes CPU_CASES or ACCELERATOR_CASES. A case whose keys and values would be too large
-            in one copy (1 GiB of float32 on CPU) is left out, by name.
+        cases: Shapes; None takes CPU_CASES or ACCELERATOR_CASES. A case whose copies would not fit side by side
+            (8 GiB of float32 on CPU) is left out, by name.
         dtype: Of the pool; None takes float32 on CPU and bfloat16 elsewhere.
         rounds: Times each candidate runs; the best counts.
         others: Also measure jax's references and kernels, and torch's dense attention where torch is installed.
@@ -101,11 +101,11 @@ def run(
     Returns:
         Rows with device, dtype, heads, head_dim, batch, context, shared, block_size, implementation, ms,
         gb_per_s, of_copy (share of the measured copy bandwidth) and of_dense (dense time over this one). The dense
-        cache is measured once a shape; it has no blocks, and block_size None.
+        cache has no blocks, and block_size None; block sizes stand side by side where memory allows.
     """
     tell = progress or (lambda message: None)
-    device = jax.devices()[0]
-    platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    platform = jax.devices()[0].platform
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
     if platform == "cpu":
         native.prepare()
@@ -119,36 +119,52 @@ def run(
     # By shape: what stands side by side in the list differs in its block size alone.
     for shape, group in groupby(cases, key=lambda case: replace(case, block_size=0)):
         sizes = [case.block_size for case in group]
-        if shape.kv_floats > _FLOATS_AT_MOST[platform]:
+        at_once = (_FLOATS_AT_ONCE[platform] // shape.kv_floats - 3) // 4
+        if at_once < 1:
             tell(f"left out: {shape} needs {shape.kv_floats * 4 / 2**30:.1f} GiB a copy")
             continue
-        tell(f"{shape.heads[0]}q/{shape.heads[1]}kv/{shape.head_dim}, batch {shape.batch} × {shape.context}, "
-             f"blocks of {', '.join(map(str, sizes))}")  # fmt: skip
-        calls = _candidates(shape, sizes, dtype, others, platform, tell)
-        best = _best(calls, rounds, _CALLS_A_ROUND[platform])
-        num_bytes = shape.kv_floats * jnp.dtype(dtype).itemsize
-        # A copy reads and writes its bytes.
-        copy_gb_per_s = 2 * num_bytes / best.pop((None, "copy")) / 1e9
-        dense = best[None, "dense"]
-        for (block_size, name), seconds in best.items():
-            gb_per_s = num_bytes / seconds / 1e9
-            rows.append(
-                {
-                    "device": device.device_kind,
-                    "dtype": dtype,
-                    "heads": f"{shape.heads[0]}/{shape.heads[1]}",
-                    "head_dim": shape.head_dim,
-                    "batch": shape.batch,
-                    "context": shape.context,
-                    "shared": shape.shared,
-                    "block_size": block_size,
-                    "implementation": name,
-                    "ms": seconds * 1e3,
-                    "gb_per_s": gb_per_s,
-                    "of_copy": gb_per_s / copy_gb_per_s,
-                    "of_dense": dense / seconds,
-                }
-            )
+        for first in range(0, len(sizes), at_once):
+            rows += _measure(shape, sizes[first : first + at_once], dtype, rounds, others, platform, tell)
+    return rows
+
+
+def _measure(
+    shape: Case,
+    sizes: Sequence[int],
+    dtype: str,
+    rounds: int,
+    others: bool,
+    platform: str,
+    tell: Progress,
+) -> list[dict[str, Any]]:
+    """The rows of a shape, its block sizes side by side."""
+    tell(f"{shape.heads[0]}q/{shape.heads[1]}kv/{shape.head_dim}, batch {shape.batch} × {shape.context}, "
+         f"blocks of {', '.join(map(str, sizes))}")  # fmt: skip
+    calls = _candidates(shape, sizes, dtype, others, platform, tell)
+    best = _best(calls, rounds, _CALLS_A_ROUND[platform])
+    num_bytes = shape.kv_floats * jnp.dtype(dtype).itemsize
+    # A copy reads and writes its bytes.
+    copy_gb_per_s = 2 * num_bytes / best.pop((None, "copy")) / 1e9
+    rows = []
+    for (block_size, name), seconds in best.items():
+        gb_per_s = num_bytes / seconds / 1e9
+        rows.append(
+            {
+                "device": jax.devices()[0].device_kind,
+                "dtype": dtype,
+                "heads": f"{shape.heads[0]}/{shape.heads[1]}",
+                "head_dim": shape.head_dim,
+                "batch": shape.batch,
+                "context": shape.context,
+                "shared": shape.shared,
+                "block_size": block_size,
+                "implementation": name,
+                "ms": seconds * 1e3,
+                "gb_per_s": gb_per_s,
+                "of_copy": gb_per_s / copy_gb_per_s,
+                "of_dense": best[None, "dense"] / seconds,
+            }
+        )
     return rows
 
 

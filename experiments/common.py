@@ -14,11 +14,12 @@ import io
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -201,9 +202,11 @@ class ResultFile:
                     record = json.loads(line)
                 except ValueError:
                     continue
+                if not isinstance(record, dict):
+                    continue
                 if "unit" in record:
                     units.setdefault(record["unit"], record["rows"])
-                else:
+                elif "experiment" in record and "data" in record:
                     header = record
         return header, units
 
@@ -303,18 +306,35 @@ def _finished(
         for name, number, unit in todo:
             yield name, number, _work(name, unit, str(data))
         return
+    others = set(active_children())
     with ProcessPoolExecutor(
         jobs, mp_context=get_context("spawn"), initializer=_join, initargs=(sys.path,)
     ) as pool:
         futures = {pool.submit(_work, name, unit, str(data)): (name, number) for name, number, unit in todo}
-        for future in as_completed(futures):
-            name, number = futures[future]
-            yield name, number, future.result()
+        failure: BaseException | None = None
+        try:
+            for future in as_completed(futures):
+                if future.cancelled():
+                    continue
+                if error := future.exception():
+                    # No new unit is begun; those that run are still kept.
+                    failure = failure or error
+                    for other in futures:
+                        other.cancel()
+                    continue
+                yield *futures[future], future.result()
+        except BaseException:  # Ctrl-C, or rows that cannot be written: the executor would wait for all units
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
+        if failure is not None:
+            raise failure
 
 
 def _join(path: list[str]) -> None:
     """Begin a worker: find the experiments, and end with whoever asked, even if that was killed."""
     sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; who asked decides
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,5 +1,6 @@
 """Every experiment's smoke run, results that survive kill -9, tables and plots."""
 
+import importlib
 import json
 import os
 import signal
@@ -201,3 +202,69 @@ def _runs(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["parent", "group"])
+def test_ctrl_c_ends_a_run_at_once(tmp_path: Path, group: bool) -> None:
+    """With workers in the middle of long units and many more queued; what is finished stays."""
+    (tmp_path / "slow_units.py").write_text(
+        "import time\nfrom experiments import common\n"
+        "def work(name, unit, data):\n"
+        "    time.sleep(0.01 if unit == 0 else 600)\n"
+        "    return [{'unit': unit}]\n"
+        "common._work = work\n"
+    )
+    script = tmp_path / "asker.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
+        "from pathlib import Path\nfrom experiments import common\nimport slow_units\n"
+        "if __name__ == '__main__':\n"
+        "    todo = [('x', i, i) for i in range(6)]\n"
+        "    for name, number, rows in common._finished(todo, Path('.'), 2):\n"
+        "        print(number, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        assert process.stdout.readline() == b"0\n"
+        (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+        process.wait(60)
+        assert b"KeyboardInterrupt" in process.stderr.read()
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):  # soon nobody of it is left
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+
+
+def test_a_unit_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that run are waited for and kept, those not begun are not begun."""
+    (tmp_path / "failing_unit.py").write_text(
+        "import time\n"
+        "def work(name, unit, data):\n"
+        "    if unit == 1:\n"
+        "        raise ValueError('unit 1')\n"
+        "    time.sleep(0.2)\n"
+        "    return unit\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(common, "_work", importlib.import_module("failing_unit").work)
+    found: list[int] = []
+    with pytest.raises(ValueError, match="unit 1"):
+        for _, number, _ in common._finished([("x", i, i) for i in range(20)], tmp_path, 2):
+            found.append(number)
+    assert 0 in found and 19 not in found
+
+
+def test_strange_lines_of_a_result_file_count_for_nothing(tmp_path: Path) -> None:
+    common.run_all(["hit-length"], tmp_path, smoke=True)
+    path = tmp_path / "hit-length.jsonl"
+    whole = path.read_text()
+    path.write_text('5\nnull\n[1]\n{"experiment": "hit-length"}\n' + whole)
+    header, units = common.ResultFile(path).read()
+    assert header == json.loads(whole.splitlines()[0]) and len(units) == len(whole.splitlines()) - 1
+    assert common.summary(tmp_path)
+    path.write_text('{"experiment": "hit-length"}\n')
+    assert "No result is committed." in common.summary(tmp_path)

@@ -25,8 +25,9 @@ from pagedjax.sim.records import OPENERS, Clock, Row, fail, lines, records
 Encode = Callable[[str], list[int]]
 
 MOONCAKE_GRANULARITY = 512
-_SESSION_SHIFT = 32  # local ids of session s become (s << 32) | id
-_COMMON_SHIFT = 20  # ids of a prefix that sessions share: -((prefix << 20) | position) - 1
+# Ids local to session s become (s << 32) | id, those of a prefix that sessions share
+# -((prefix << 32) | position) - 1: apart as long as ids and positions fit 32 bits.
+_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,27 +302,31 @@ def _common_ids(
     for agent in agents:
         if not agent.requests:
             continue
-        ids = agent.requests[0][1].ids("hash_ids", np.int64).tolist()
+        ids = _local_ids(agent.requests[0][1]).tolist()
         tools = agent.tool_tokens // granularity
         both = (agent.tool_tokens + agent.system_tokens) // granularity
         for position, local in enumerate(ids[:both]):
             key = (agent.tool_tokens,) if position < tools else (agent.tool_tokens, agent.system_tokens)
             number = prefixes.setdefault(key, len(prefixes))
-            remap.setdefault(local, -((number << _COMMON_SHIFT) | position) - 1)
+            remap.setdefault(local, -((number << _SHIFT) | position) - 1)
     return remap
+
+
+def _local_ids(row: Row) -> np.ndarray:
+    return row.ids("hash_ids", np.uint32).astype(np.int64)
 
 
 def _agentic_request(
     row: Row, time_s: float, granularity: int, session: int, remap: dict[int, int] | None, name: str
 ) -> TraceRequest:
     num_input = row.length("in", least=1)
-    local = row.ids("hash_ids", np.int64)
+    local = _local_ids(row)
     if len(local) != num_input // granularity:
         row.fail(
             f"{len(local)} hash_ids for in={num_input} at t={row.record['t']}",
             f"must be floor({num_input} / {granularity}) = {num_input // granularity}",
         )
-    ids = local + (session << _SESSION_SHIFT)
+    ids = local + (session << _SHIFT)
     if remap:
         # Shared ids stand at the front: look at positions until the first local one.
         for position, value in enumerate(local.tolist()):

@@ -37,6 +37,11 @@ def test_mooncake_rows_come_back(tmp_path: Path, suffix: str) -> None:
     assert [r.num_input for r in trace] == [1000, 513]  # a second pass
 
 
+def _local(i: int) -> dict[str, object]:
+    """A session of one request that holds the local id `i`."""
+    return {"block_size": 64, "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [i]}]}
+
+
 MALFORMED = {
     "hash-count": ([_mooncake(), _mooncake(n=1025)], ":2: 2 hash_ids for input_length=1025: must be ceil"),
     "negative-length": ([_mooncake(out=-1)], ":1: output_length=-1: must be a whole number"),
@@ -58,6 +63,15 @@ MALFORMED = {
         [{"block_size": 64, "requests": [{"t": 0, "in": 130, "out": 1, "hash_ids": [1]}]}],
         ":1: 1 hash_ids for in=130 at t=0: must be floor",
     ),
+    "half-id": ([_mooncake(ids=(0, 2.5))], ":1: hash_ids: must be a flat list"),
+    "bool-id": ([_mooncake(ids=(0, True))], ":1: hash_ids: must be a flat list"),
+    "late-text-id": ([_mooncake(ids=(0, "1"))], ":1: hash_ids: must be a flat list"),
+    "nested-ids": ([_mooncake(ids=([0], [1]))], ":1: hash_ids: must be a flat list"),
+    "huge-id": ([_mooncake(ids=(0, 2**63))], f":1: hash_ids holds 0 to {2**63}: ids must fit int64"),
+    **{
+        f"agentic-id-{i}": ([_local(1), _local(i)], f":2: hash_ids holds {i} to {i}: ids must fit uint32")
+        for i in (2**32, 2**32 + 1, 2**63 - 1, 2**63, -1)
+    },
     "agentic-unsorted": (
         [{"block_size": 64, "requests": [{"t": t, "in": 64, "out": 1, "hash_ids": [1]} for t in (2, 1)]}],
         ":1: time 1 s after 2 s",
@@ -165,6 +179,22 @@ def test_agentic_sessions_nest_and_keep_ids_apart(tmp_path: Path) -> None:
     # Shared: tools and system granules of session b (ids 1, 2), and the sub-agent's tools (id 9 = id 1).
     shared = replay(read_agentic(path, common_prefix=True), 64, Unbounded())
     assert shared.hit_blocks == 3 + 1 + 2 + 1
+
+
+def test_ids_of_sessions_never_meet(tmp_path: Path) -> None:
+    ends = (0, 1, 2**32 - 1)
+    path = _write(tmp_path / "s.jsonl", [_local(i) for i in ends for _ in range(3)])
+    assert len({r.granule_ids[0] for r in open_trace(path)}) == 9
+
+
+def test_positions_of_common_prefixes_never_meet(tmp_path: Path) -> None:
+    long = 2**20 + 1
+    sessions = [
+        {"block_size": 1, "tool_tokens": tools, "requests": [{"t": 0, "in": n, "out": 1, "hash_ids": ids}]}
+        for tools, n, ids in ((long, long, list(range(long))), (2, 2, [0, 1]))
+    ]
+    first, second = read_agentic(_write(tmp_path / "s.jsonl", sessions), common_prefix=True)
+    assert not set(first.granule_ids.tolist()) & set(second.granule_ids.tolist())
 
 
 def test_converted_trace_hits_alike(tmp_path: Path) -> None:

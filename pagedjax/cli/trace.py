@@ -47,6 +47,8 @@ def write_whole(path: Path, requests: Iterable[Any], *, granularity: int, tail_i
     )  # the suffix chooses the compression
     try:
         count = write_trace(part, requests, granularity=granularity, tail_ids=tail_ids)
+        if not count:  # no reader would take the file
+            raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
         if not device:
             os.replace(part, target)
     except OSError as error:

@@ -17,6 +17,21 @@ _MOST = 1e300  # leaves out nan, inf and what no float holds
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
+MOST_COUNT = 2**31 - 1
+RATES = (1e-9, 1e9)  # a second; beyond, times run into infinity or stand still
+
+
+def in_range(name: str, value: float, least: float, most: float) -> None:
+    """Check a parameter; nan lies in no range.
+
+    Raises:
+        ValueError: `value` lies outside `least` to `most`.
+    """
+    if not least <= value <= most:
+        remedy = "raise it" if value < least else "lower it" if value > most else "give a number"
+        raise ValueError(f"{name}={value}: must be from {least:,} to {most:,}; {remedy}")
+
+
 class TraceError(ValueError):
     """A trace file breaks a rule; the message holds file, line, what was got and the rule."""
 

@@ -7,12 +7,14 @@ millions takes no more memory than its live sessions. Two traces with equal argu
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from pagedjax.sim.records import MOST_COUNT, RATES, in_range
 from pagedjax.sim.trace import Trace, TraceRequest
 
 
@@ -29,8 +31,8 @@ class Arrivals:
     burst: int = 1
 
     def __post_init__(self) -> None:
-        if not self.rate > 0 or self.burst < 1:
-            raise ValueError(f"rate={self.rate}, burst={self.burst}: both must be positive")
+        in_range("rate", self.rate, *RATES)
+        in_range("burst", self.burst, 1, MOST_COUNT)
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         now = 0.0
@@ -57,10 +59,29 @@ def _about(rng: np.random.Generator, mean: int) -> int:
     return 1 + int(rng.exponential(max(mean - 1, 0)))
 
 
-def _trace(kind: str, arguments: dict[str, Any], source: Callable[[], Iterator[TraceRequest]]) -> Trace:
+# What a parameter may be; any other number is a count from 0 to MOST_COUNT.
+_SOME = (1, MOST_COUNT)
+_RANGES: dict[str, tuple[float, float]] = {
+    "num_requests": _SOME,
+    "num_sessions": _SOME,
+    "num_systems": _SOME,
+    "num_documents": _SOME,
+    "prompt_tokens": _SOME,
+    "share": (0.0, 1.0),
+    "pause_s": (0.0, 1e9),
+    "seed": (0, math.inf),
+}
+
+
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A generator's arguments, before anything is drawn with them."""
     for name, value in arguments.items():
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{name}={value}: must not be negative")
+        if isinstance(value, int | float):
+            in_range(name, value, *_RANGES.get(name, (0, MOST_COUNT)))
+    return dict(arguments)
+
+
+def _trace(kind: str, arguments: dict[str, Any], source: Callable[[], Iterator[TraceRequest]]) -> Trace:
     words = ",".join(f"{k}={v}" for k, v in sorted(arguments.items()))
     return Trace(kind, "generated", 1, True, source, spec=f"{kind}({words})")
 
@@ -99,7 +120,7 @@ def system_prompt(
 
     With `timestamp` each prompt opens with a token of its own: nothing is shared any more.
     """
-    arguments = dict(locals())
+    arguments = _checked(locals())
 
     def prompt(rng: np.random.Generator, i: int) -> np.ndarray:
         common = _tokens(_rng(seed, _FIXED, int(rng.integers(num_systems))), system_tokens)
@@ -120,7 +141,7 @@ def few_shot(
     arrivals: Arrivals = Arrivals(),
 ) -> Trace:
     """Few-shot translation: one instruction with examples, then the sentence to translate."""
-    arguments = dict(locals())
+    arguments = _checked(locals())
     common = _tokens(_rng(seed, _FIXED), prefix_tokens)
 
     def prompt(rng: np.random.Generator, i: int) -> np.ndarray:
@@ -140,9 +161,7 @@ def document_questions(
     arrivals: Arrivals = Arrivals(),
 ) -> Trace:
     """Long documents, many questions on each, in random order."""
-    arguments = dict(locals())
-    if num_documents < 1:
-        raise ValueError("num_documents=0: must be at least 1")
+    arguments = _checked(locals())
 
     def prompt(rng: np.random.Generator, i: int) -> np.ndarray:
         document = _tokens(_rng(seed, _FIXED, int(rng.integers(num_documents))), document_tokens)
@@ -161,9 +180,7 @@ def target_sharing(
     arrivals: Arrivals = Arrivals(),
 ) -> Trace:
     """Prompts of equal length of which the fraction `share` at the front is common to all."""
-    arguments = dict(locals())
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"share={share}: must be in [0, 1]")
+    arguments = _checked(locals())
     common = _tokens(_rng(seed, _FIXED), round(share * prompt_tokens))
 
     def prompt(rng: np.random.Generator, i: int) -> np.ndarray:
@@ -231,7 +248,7 @@ def chat(
     arrivals: Arrivals = Arrivals(),
 ) -> Trace:
     """Multi-turn chat under one system prompt; `turns` is the mean, pauses are exponential."""
-    arguments = dict(locals())
+    arguments = _checked(locals())
     common = _tokens(_rng(seed, _FIXED), system_tokens)
     return _sessions("chat", arguments, lambda rng: common, user_tokens, pause_s)
 
@@ -250,7 +267,7 @@ def agents(
     arrivals: Arrivals = Arrivals(),
 ) -> Trace:
     """Tool-calling agents: common tools and system prompt, a task, then tool results that pile up."""
-    arguments = dict(locals())
+    arguments = _checked(locals())
     common = _tokens(_rng(seed, _FIXED), tool_tokens + system_tokens)
 
     def opening(rng: np.random.Generator) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.sim.records import OPENERS, Clock, Row, fail, lines, records
+from pagedjax.sim.records import MOST_COUNT, OPENERS, RATES, Clock, Row, fail, in_range, lines, records
 
 Encode = Callable[[str], list[int]]
 
@@ -89,8 +89,8 @@ class Trace:
 
         Length files carry no times of their own; PagedAttention §6.1 draws Poisson arrivals for them.
         """
-        if not rate > 0 or burst < 1:
-            raise ValueError(f"rate={rate}, burst={burst}: both must be positive")
+        in_range("rate", rate, *RATES)
+        in_range("burst", burst, 1, MOST_COUNT)
 
         def source() -> Iterator[TraceRequest]:
             rng = np.random.default_rng([seed, 0xA2217A1])

@@ -1,8 +1,10 @@
 """Readers and generators: what they accept, what they refuse and how they say it."""
 
 import gzip
+import inspect
 import json
 import lzma
+import re
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -259,17 +261,55 @@ def test_streaming_is_bounded() -> None:
     assert peak(6000) < 1.5 * peak(600) + 100_000
 
 
+BAD_ARRIVALS = [(r, 1) for r in (0.0, -1.0, np.nan, np.inf, 1e-320)] + [(1.0, b) for b in (0, -1, 10**400)]
+
+
 def test_head_and_bad_arguments() -> None:
     trace: Trace = system_prompt(10)
     assert len(list(trace.head(3))) == 3
     with pytest.raises(ValueError, match="num_requests=0"):
         trace.head(0)
-    with pytest.raises(ValueError, match="user_tokens=-1"):
-        system_prompt(user_tokens=-1)
-    with pytest.raises(ValueError, match=r"share=1\.5"):
-        target_sharing(share=1.5)
-    with pytest.raises(ValueError, match="rate=0"):
-        Arrivals(0)
+    for rate, burst in BAD_ARRIVALS:
+        for make in (Arrivals, lambda rate, burst: trace.with_arrivals(rate, burst=burst)):
+            with pytest.raises(ValueError, match=r"^(rate|burst)=.*: must be from 1"):
+                make(rate, burst)
+
+
+NUMBERS = [
+    (kind, name, type(parameter.default))
+    for kind, make in GENERATORS.items()
+    for name, parameter in inspect.signature(make).parameters.items()
+    if type(parameter.default) in (int, float)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "type_"), NUMBERS)
+def test_every_parameter_is_checked_before_anything_is_drawn(
+    kind: str, name: str, type_: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedjax.sim.synth._rng", lambda *where: pytest.fail("drew"))
+    bad = [-1, -0.5, np.nan, np.inf, 1e300] if type_ is float else [-1, -(2**70)]
+    bad += [] if type_ is float or name == "seed" else [2**31]
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"^{name}={re.escape(str(value))}: must be from [01]"):
+            GENERATORS[kind](**{name: value})
+
+
+@pytest.mark.parametrize(("kind", "name", "type_"), NUMBERS)
+def test_the_least_of_every_parameter_makes_a_trace_that_can_be_read(
+    kind: str, name: str, type_: type, tmp_path: Path
+) -> None:
+    count = (
+        "num_sessions" if "num_sessions" in inspect.signature(GENERATORS[kind]).parameters else "num_requests"
+    )
+    path = tmp_path / "t.jsonl"
+    try:
+        trace = GENERATORS[kind](**{count: 3, name: type_(0)})
+    except ValueError as error:
+        assert str(error) == f"{name}=0: must be from 1 to 2,147,483,647; raise it"
+        trace = GENERATORS[kind](**{count: 3, name: 1})
+    written = write_trace(path, trace, granularity=1, tail_ids=True)
+    assert len(list(open_trace(path))) == written > 0
 
 
 @pytest.mark.parametrize(

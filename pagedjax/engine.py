@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -220,10 +221,11 @@ class Engine:
         """
         self.check(prompt_token_ids, sampling)
         if request_id is None:
-            request_id = str(self._num_added)
+            names = map(str, itertools.count(self._num_added))
+            request_id = next(name for name in names if not self._is_taken(name))
         if not isinstance(priority, int):
             raise ValueError(f"priority={priority!r}: must be a whole number; 0 is the common one")
-        if request_id in self._requests or request_id in self._ready:
+        if self._is_taken(request_id):
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
         prompt = tuple(np.asarray(prompt_token_ids).tolist())
         seed = sampling.seed
@@ -250,8 +252,15 @@ class Engine:
             raise
         return request_id
 
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._ready
+
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its blocks go back. None where it is not live (already ended, or unknown)."""
+        """End a request now; its blocks go back. None where it is not live (already ended, or unknown).
+
+        Of one that ended in a step whose outputs were not returned, nothing is told any more.
+        """
+        self._ready.pop(request_id, None)
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -259,7 +268,6 @@ class Engine:
             for seq in request.live:
                 self.scheduler.finish(seq, FinishReason.ABORT)
             self._touched.pop(request_id, None)
-            self._ready.pop(request_id, None)
             return self._output(request)
 
     # ------------------------------------------------------------------- work
@@ -281,13 +289,13 @@ class Engine:
         Raises:
             ValueError: Called from `on_step`, or from another thread while a step runs.
         """
-        if self._stepping:
-            raise ValueError(
-                "step: runs already, in another thread or around this hook; call it from one place"
-            )
-        self._stepping = True
-        try:
-            with HeldInterrupts() as interrupts:
+        with HeldInterrupts() as interrupts:
+            if self._stepping:
+                raise ValueError(
+                    "step: runs already, in another thread or around this hook; call it from one place"
+                )
+            self._stepping = True
+            try:
                 self._advance(interrupts)
                 for seq in self.scheduler.ended:
                     self._touched[seq.request.request_id] = seq.request
@@ -296,10 +304,10 @@ class Engine:
                 for request in touched.values():
                     if not (request.live and request.sampling.waits_for_all):
                         self._ready[request.request_id] = self._output(request)
-            outputs, self._ready = self._ready, {}
-            return list(outputs.values())
-        finally:
-            self._stepping = False
+            finally:
+                self._stepping = False
+        outputs, self._ready = self._ready, {}
+        return list(outputs.values())
 
     def _advance(self, interrupts: HeldInterrupts) -> None:
         """Plan, run and book; leaves the requests that have something to tell in `_touched`."""
@@ -349,6 +357,10 @@ class Engine:
                 "give one for each, in row order"
             )
         return result
+
+    def keep(self, outputs: Seq[RequestOutput]) -> None:
+        """Give back what `step` returned for somebody else: the next step returns it again, streams have theirs."""
+        self._ready |= {o.request_id: o for o in outputs if o.request_id not in self._held}
 
     def stream(
         self,
@@ -484,7 +496,10 @@ class Engine:
         outputs = tuple(self._completion(seq) for seq in request.sequences)
         if not request.sampling.waits_for_all:
             return outputs
-        means = {seq.index: sum(seq.logprobs) / max(len(seq.logprobs), 1) for seq in request.sequences}
+        means = {
+            seq.index: sum(seq.logprobs) / len(seq.logprobs) if seq.logprobs else -math.inf
+            for seq in request.sequences
+        }
         ranked = sorted(outputs, key=lambda o: -means[o.index])  # stable: ties in sample order
         return tuple(replace(o, score=means[o.index]) for o in ranked[: request.sampling.n])
 
@@ -512,7 +527,10 @@ class Engine:
         if not request.live:
             search.end(request.sequences[0].finish_reason or FinishReason.ABORT)
         best = enumerate(search.finished[: request.sampling.n])
-        return tuple(self._hypothesis(request, rank, found) for rank, found in best)
+        found = tuple(self._hypothesis(request, rank, hypothesis) for rank, hypothesis in best)
+        if not found and not request.live:  # ended before the first token: say why
+            return (CompletionOutput(0, "", (), request.sequences[0].finish_reason),)
+        return found
 
     def _hypothesis(self, request: Request, rank: int, found: Hypothesis) -> CompletionOutput:
         beam, count = found.beam, request.sampling.logprobs

@@ -156,11 +156,15 @@ class LLM:
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
             self._check_biases(one)
-        order = [
-            self.engine.add(ids, one, extra=extra, priority=priority)
-            for ids, one in zip(token_ids, params, strict=True)
-        ]
-        return self._finish(order, self.progress if progress is None else progress)
+        order: list[str] = []
+        try:
+            for ids, one in zip(token_ids, params, strict=True):
+                order.append(self.engine.add(ids, one, extra=extra, priority=priority))
+            return self._finish(order, self.progress if progress is None else progress)
+        except BaseException:  # an interrupt, too: give the blocks back
+            for request_id in order:
+                self.engine.abort(request_id)
+            raise
 
     def chat(
         self,
@@ -185,6 +189,7 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams = SamplingParams(), *, extra: ExtraKeys = ExtraKeys()
     ) -> Iterator[RequestOutput]:
         """Yield one prompt's output as it grows; leaving the loop early aborts the request."""
+        self._check_biases(sampling)
         return self.engine.stream(self.encode(prompt), sampling, extra=extra)
 
     def save_cache(
@@ -300,17 +305,19 @@ class LLM:
     def _finish(self, order: list[str], progress: bool) -> list[RequestOutput]:
         waiting = set(order)
         done: dict[str, RequestOutput] = {}
+        others: list[RequestOutput] = []
         try:
             with bar("generating", len(order), progress) as advance:
                 while waiting:
                     for output in self.engine.step():
-                        if output.finished and output.request_id in waiting:
+                        if output.request_id in waiting and output.finished:
                             waiting.remove(output.request_id)
                             done[output.request_id] = output
                             advance(1)
+                        elif output.finished:
+                            others.append(output)
         finally:
-            for request_id in waiting:  # interrupted: give the blocks back
-                self.engine.abort(request_id)
+            self.engine.keep(others)
         return [done[request_id] for request_id in order]
 
 

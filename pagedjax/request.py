@@ -105,6 +105,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, 0 if value else None)
+        if isinstance(self.logit_bias, Mapping):  # a copy: checked once, and the caller's own may change
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_kinds()
         _require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
         _require(self.n >= 1, f"n={self.n}: must be at least 1")

@@ -200,8 +200,8 @@ class Scheduler:
             )
         if n > self.config.max_num_seqs:
             raise ValueError(
-                f"n={n}: must not exceed max_num_seqs={self.config.max_num_seqs}, the samples of a request run "
-                "together; lower n or raise scheduler.max_num_seqs"
+                f"n={n}: must not exceed max_num_seqs={self.config.max_num_seqs}, the samples of a request "
+                "(or beam_width, best_of) run together; lower it or raise scheduler.max_num_seqs"
             )
         budget = self.config.token_budget
         if not self.config.chunked_prefill and num_prompt_tokens > budget:

@@ -208,6 +208,11 @@ class PagedManager:
         held = self._seqs.get(seq)
         if held is not None and not held.recorded:
             raise ValueError(f"sequence {seq}: holds blocks already; release it first")
+        self._check_not_swapped(seq)
+
+    def _check_not_swapped(self, seq: int) -> None:
+        if seq in self._swapped:
+            raise ValueError(f"sequence {seq}: is swapped out; swap it in or release it first")
 
     def _look_up(self, state: SeqState, limit: int) -> Hit:
         chain = state.chain
@@ -468,6 +473,7 @@ class PagedManager:
         source = self._get(parent)
         if child in self._seqs:
             raise ValueError(f"sequence {child}: exists already; release it first")
+        self._check_not_swapped(child)
         if source.recorded:
             raise ValueError(f"sequence {parent}: has no blocks to share yet; reserve first")
         if len(chain) < source.computed:
@@ -548,6 +554,7 @@ class PagedManager:
             False: the host has no room, a pending copy has still to fill one of the blocks, or a sequence
             holds none. Preempt by recomputation then.
         """
+        _check_once(seqs)
         states = [self._seqs.get(seq) for seq in seqs]
         known = [state for state in states if state is not None and not state.recorded]
         if len(known) < len(seqs):
@@ -572,6 +579,7 @@ class PagedManager:
         Returns:
             False: no room on the device, or a sequence is not swapped out.
         """
+        _check_once(seqs)
         states = [self._swapped[seq] for seq in seqs if seq in self._swapped]
         if not states or len(states) < len(seqs):
             return False
@@ -762,3 +770,8 @@ class PagedManager:
             tier.check()
         if self.events is not None and self.events.resident != self.resident():
             raise InvariantError("the event log's resident set is not the manager's")
+
+
+def _check_once(seqs: Sequence[int]) -> None:
+    if len(set(seqs)) < len(seqs):
+        raise ValueError(f"sequences {list(seqs)}: must be named once each")

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -118,10 +118,22 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     except click.ClickException as error:
         return _complain(_usage(error))
-    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
+    except (ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError) as error:
         if "--traceback" in argv:
             raise
         return _complain(_one_line(error))
+
+
+def script() -> None:
+    """The installed command: `main`, and the process ends."""
+    code = main()
+    if code == 130:
+        # XLA's compiler threads may still work, and crash the interpreter that is taken down around them.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _complain(message: str) -> int:

@@ -28,7 +28,7 @@ from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
 from pagedjax.models.weights import flat
 from pagedjax.runtime.runner import JaxRunner
 
-FORMAT = 1
+FORMAT = 2
 _CURRENT = "CURRENT"
 _UNCOUNTED = Hints(counted=False)
 
@@ -114,7 +114,7 @@ def save_snapshot(
         "prefixes": prefixes,
         "blocks": [{"count": len(b), "sha256": _digest(b)} for b in blocks],
     }
-    _write(path, manifest, blocks)
+    _write(path, manifest | {"sha256": _own_digest(manifest)}, blocks)
     return len(rows[0]) * manager.block_size
 
 
@@ -241,6 +241,10 @@ def _digest(blocks: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(blocks).view(np.uint8).reshape(-1).data).hexdigest()
 
 
+def _own_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _write(path: Path, manifest: dict[str, Any], blocks: list[np.ndarray]) -> None:
     """A new version beside the old one; the switch is one atomic rename."""
     path.mkdir(parents=True, exist_ok=True)
@@ -269,7 +273,7 @@ def _write_durably(path: Path, text: str) -> None:
 def _read_manifest(path: Path) -> tuple[Path, dict[str, Any]]:
     try:
         name = (path / _CURRENT).read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise SnapshotError(f"{path}: holds no snapshot; save one with save_cache") from None
     folder = path / name
     try:
@@ -278,6 +282,8 @@ def _read_manifest(path: Path) -> tuple[Path, dict[str, Any]]:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+        if manifest.pop("sha256") != _own_digest(manifest):
+            raise ValueError("manifest.json has another digest")
         return folder, manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{path}: is not a whole snapshot ({error}); save it again") from None

@@ -342,3 +342,22 @@ def test_a_stale_hit_is_refused_and_found_anew(drive, tokens):
     assert not d.m.reserve(7, 1) and d.state() == before
     assert d.m.begin(7, d.chain([*prompt, 1])).num_tokens == 0
     assert d.m.reserve(7, 13)
+
+
+def test_misuse_of_swapped_sequences_is_refused_and_changes_nothing(drive, tokens):
+    d = drive(usable=8, host_blocks=8)
+    seq, other = d.start(tokens.new(10)), d.start(tokens.new(3))
+    chain = d.m._get(seq).chain
+    with pytest.raises(ValueError, match="must be named once each"):
+        d.m.swap_out(seq, seq)
+    assert d.m.swap_out(seq)
+    before = d.state()
+    with pytest.raises(ValueError, match=f"sequence {seq}: is swapped out; swap it in or release it first"):
+        d.m.begin(seq, chain)
+    with pytest.raises(ValueError, match=f"sequence {seq}: is swapped out"):
+        d.m.fork(other, seq, d.m._get(other).chain.fork())
+    with pytest.raises(ValueError, match="must be named once each"):
+        d.m.swap_in(seq, seq)
+    assert d.state() == before
+    assert d.m.swap_in(seq)
+    d.m.check_invariants()

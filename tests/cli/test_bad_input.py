@@ -155,3 +155,28 @@ def test_stdout_of_a_process_is_json_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["implementations"]["xla"] == "serves"
     assert "Traceback" not in done.stderr
+
+
+def test_a_library_that_is_not_installed_is_named_without_a_traceback(monkeypatch, capsys):
+    def missing(*_, **__):
+        raise ModuleNotFoundError("hash=xxh3_128: needs xxhash; pip install 'pagedjax[hashes]'")
+
+    monkeypatch.setattr("click.Group.invoke", missing)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: hash=xxh3_128: needs xxhash; pip install 'pagedjax[hashes]'"
+    ]
+
+
+def test_the_installed_command_ends_at_once_when_interrupted():
+    """XLA's threads may still compile, and crash an interpreter that is taken down around them."""
+    code = (
+        "import atexit, pagedjax.cli as cli\n"
+        "atexit.register(print, 'taken down')\n"
+        "def stop(*_, **__): raise KeyboardInterrupt\n"
+        "cli.cli.main = stop\n"
+        "print('kept', end='')\n"
+        "cli.script()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "kept", "interrupted\n")

@@ -240,3 +240,10 @@ def test_widths_the_step_cannot_serve_are_refused(make_engine):
         engine.add([1], beams(40, 5, ends=(1, 2)))
     with pytest.raises(ValueError, match="known at the end only"):
         next(engine.stream([1], beams(2, 5)))
+
+
+def test_beams_that_end_before_their_first_token_say_why(make_engine):
+    engine = make_engine()
+    request = engine.add([1, 2, 3], beams(2, 4))
+    (only,) = engine.abort(request).outputs
+    assert only.token_ids == () and only.finish_reason is FinishReason.ABORT

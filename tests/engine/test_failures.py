@@ -266,3 +266,24 @@ def test_a_stream_ends_where_another_steps_or_aborts(make_engine, run_all, greed
     request = next(stream).request_id
     engine.abort(request)
     assert next(stream).outputs[0].finish_reason == "abort" and list(stream) == []
+
+
+def test_automatic_ids_leave_out_those_in_use(make_engine, greedy):
+    engine = make_engine()
+    assert engine.add([1, 2, 3], greedy(2), request_id="1") == "1"
+    assert [engine.add([1, 2], greedy(2)) for _ in range(3)] == ["2", "3", "4"]
+    assert engine.add([1, 2], greedy(2), request_id="6") == "6"
+    assert [engine.add([1, 2], greedy(2)) for _ in range(2)] == ["5", "7"]
+
+
+def test_outputs_given_back_are_returned_again(make_engine, greedy, judge):
+    engine = make_engine()
+    mine = engine.add([1, 2, 3], greedy(1))
+    (output,) = engine.step()
+    engine.keep([output])
+    assert engine.has_work
+    with pytest.raises(ValueError, match="in use"):
+        engine.add([4], greedy(1), request_id=mine)
+    assert engine.step() == [output] and not engine.has_work
+    engine.keep([output])
+    assert engine.abort(mine) is None and not engine.has_work

@@ -107,3 +107,39 @@ def test_what_is_no_prompt_is_refused(make_llm):
     with pytest.raises(ValueError, match="vocabulary"):
         llm.generate("x", SamplingParams(logit_bias={5000: 1.0}))
     assert not llm.engine.has_work
+
+
+def test_biases_are_checked_once_and_kept(make_llm):
+    llm = make_llm()
+    with pytest.raises(ValueError, match=r"logit_bias\[5000\]"):
+        llm.stream("x", SamplingParams(logit_bias={5000: 1.0}))
+    mine = {5: 1.0}
+    params = SamplingParams(logit_bias=mine)
+    mine[9999] = float("nan")
+    assert params.logit_bias == {5: 1.0}
+
+
+def test_generate_returns_nobody_elses_output_and_loses_none(make_llm):
+    llm = make_llm()
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+    mine = llm.engine.add([5, 6, 7], short)
+    (output,) = llm.generate([[5, 6, 8]], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert output.request_id != mine
+    (kept,) = llm.engine.step()
+    assert kept.request_id == mine and kept.finished and not llm.engine.has_work
+
+
+def test_a_prompt_that_cannot_be_added_leaves_none_behind(make_llm, monkeypatch):
+    llm = make_llm()
+    add, added = llm.engine.add, []
+
+    def second_fails(*args, **options):
+        if added:
+            raise ValueError("no more")
+        added.append(add(*args, **options))
+        return added[-1]
+
+    monkeypatch.setattr(llm.engine, "add", second_fails)
+    with pytest.raises(ValueError, match="no more"):
+        llm.generate([[5, 6, 7], [5, 6, 8]])
+    assert added and not llm.engine.has_work

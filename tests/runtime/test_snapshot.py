@@ -230,7 +230,9 @@ def test_copies_that_fail_while_loading_are_not_believed(make_llm, saved, monkey
     np.testing.assert_allclose(again.outputs[0].logprobs, cold.outputs[0].logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("damage", ["missing", "pointer", "manifest", "blocks", "bytes"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "pointer", "binary", "manifest", "null", "rows", "blocks", "bytes"]
+)
 def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, damage):
     import shutil
 
@@ -242,12 +244,21 @@ def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, da
     elif damage == "pointer":
         (folder / "CURRENT").write_text("../elsewhere")
     elif damage == "manifest":
-        (version / "manifest.json").write_text('{"format": 1')
+        (version / "manifest.json").write_text('{"format": 2')
+    elif damage == "null":
+        (version / "manifest.json").write_text("null")
+    elif damage == "rows":  # fewer blocks than the prefix has: the others would be believed unwritten
+        manifest = json.loads((version / "manifest.json").read_text())
+        manifest["prefixes"][0]["rows"][0] = manifest["prefixes"][0]["rows"][0][:3]
+        (version / "manifest.json").write_text(json.dumps(manifest))
+    elif damage == "binary":
+        (folder / "CURRENT").write_bytes(b"\xff\xfe")
     elif damage == "blocks":
         shutil.rmtree(version / "blocks")
     else:
         manifest = json.loads((version / "manifest.json").read_text())
-        manifest["blocks"][0]["sha256"] = "0" * 64
+        manifest["blocks"][0]["sha256"] = manifest.pop("sha256")
+        manifest["sha256"] = snapshot._own_digest(manifest)
         (version / "manifest.json").write_text(json.dumps(manifest))
     llm = make_llm()
     with pytest.raises(SnapshotError) as error:

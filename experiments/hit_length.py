@@ -58,6 +58,10 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
 def draw(options: Mapping[str, int]) -> str:
     """The blocks of one case: # hit, . computed."""
     case = {"prompt": 14, "prefix": 10, "block_size": 4, **options}
+    if case["prompt"] > 10_000:
+        raise ValueError(
+            f"prompt={case['prompt']}: must be at most 10,000 tokens to be drawn; draw a shorter one"
+        )
     hit = count(**case)
     cells = ["#" if i < hit else "." for i in range(case["prompt"])]
     size = case["block_size"]

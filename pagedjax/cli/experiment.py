@@ -105,6 +105,8 @@ def run(
             else common.markdown(rows)
         )
         _note(f"{done}: {len(rows)} rows; " + ", ".join(str(p) for p in paths))
+    if name is not None and name not in results:  # skipped, and named above: a script should know
+        ctx.exit(2)
 
 
 def _draw(experiment: Any, args: list[str]) -> str:

@@ -268,3 +268,16 @@ def test_strange_lines_of_a_result_file_count_for_nothing(tmp_path: Path) -> Non
     assert common.summary(tmp_path)
     path.write_text('{"experiment": "hit-length"}\n')
     assert "No result is committed." in common.summary(tmp_path)
+
+
+def test_the_command_tells_a_script_that_nothing_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pagedjax.cli import main
+
+    args = ["experiment", "run", "mooncake-curve", "--data-dir", str(tmp_path), "--out", str(tmp_path)]
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("skipped mooncake-curve: needs ")
+    assert main(["experiment", "run", "hit-length", "--prompt", "100000000"]) == 2
+    assert "prompt=100000000: must be at most 10,000" in capsys.readouterr().err

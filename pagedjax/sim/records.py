@@ -46,11 +46,12 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
     Raises:
         TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
+        OSError: The file cannot be opened or read; it carries the path.
     """
     opener = OPENERS.get(path.suffix, open)
     number = 0
     seen = False
-    with opener(path, "rt", encoding="utf-8") as file:
+    with opener(path, "rt", encoding="utf-8-sig") as file:
         while True:
             try:
                 text = file.readline()
@@ -63,8 +64,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 )
             except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
                 fail(path, number + 1, f"damaged compression ({error})", f"must be valid {path.suffix[1:]}")
+            except OSError as error:
+                error.filename = str(path)
+                raise
             except UnicodeDecodeError as error:
-                fail(path, number + 1, f"byte {error.start} of the chunk is not UTF-8", "must be UTF-8 text")
+                before = error.object[: error.start].count(b"\n")  # text is decoded by the chunk
+                got = f"byte {error.object[error.start]:#04x} is not UTF-8"
+                fail(path, number + 1 + before, got, "must be UTF-8 text; convert it first")
             if not text:
                 break
             number += 1
@@ -72,7 +78,23 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 seen = True
                 yield number, text
     if not seen:
-        fail(path, number or 1, "no line holds a record", "a trace must not be empty")
+        fail(path, number or 1, "no line holds a record", "must hold at least one")
+
+
+def parse(path: Path, line: int, text: str, rule: str) -> Any:
+    """The JSON value of a text that begins at `line`.
+
+    Raises:
+        TraceError: It is no JSON, or holds what Python's reader has no room for; the message ends in `rule`.
+    """
+    try:
+        return json.loads(text.rstrip("\n"))  # a text that is cut ends on its own line
+    except json.JSONDecodeError as error:
+        fail(path, line + error.lineno - 1, f"wrong JSON at column {error.colno} ({error.msg})", rule)
+    except RecursionError:
+        fail(path, line, "JSON nested too deeply", rule)
+    except ValueError:  # Python turns no more than 4300 digits into a number
+        fail(path, line, "JSON with a number of thousands of digits", rule)
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -82,14 +104,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         TraceError: As `lines`, or a line is no JSON object.
     """
     for number, text in lines(path):
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            fail(
-                path, number, f"wrong JSON at column {error.colno} ({error.msg})", "must be one object a line"
-            )
-        except RecursionError:
-            fail(path, number, "JSON nested too deeply", "must be one object a line")
+        record = parse(path, number, text, "must be one object a line")
         if not isinstance(record, dict):
             fail(path, number, f"a JSON {type(record).__name__}", "must be one object a line")
         yield number, record

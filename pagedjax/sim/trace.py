@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.sim.records import MOST_COUNT, OPENERS, RATES, Clock, Row, fail, in_range, lines, records
+from pagedjax.sim.records import MOST_COUNT, OPENERS, RATES, Clock, Row, fail, in_range, lines, parse, records
 
 Encode = Callable[[str], list[int]]
 
@@ -218,6 +218,8 @@ def read_prompts(path: Path, encode: Encode, *, num_output: int = 0) -> Trace:
                 ids = np.array(encode(prompt), dtype=np.int32)
             except UnicodeEncodeError:
                 row.fail("a lone surrogate", "must be text that UTF-8 can hold")
+            if not len(ids):
+                row.fail(f"prompt={prompt!r:.40} without a token", "must hold at least one token")
             yield TraceRequest(
                 arrival_s=clock.check(row, row.number("arrival_s", default=0.0)),
                 num_input=len(ids),
@@ -337,6 +339,13 @@ def _agentic_request(
     return TraceRequest(time_s, num_input, row.length("out"), granule_ids=ids, session=name)
 
 
+def _cells(path: Path, line: int, text: str) -> list[str]:
+    try:
+        return next(csv.reader([text]))
+    except csv.Error as error:
+        fail(path, line, f"wrong CSV ({error})", "must be one row of numbers and times")
+
+
 def read_lengths(path: Path) -> Trace:
     """Length CSV: Azure (TIMESTAMP, ContextTokens, GeneratedTokens) or num_prefill/num_decode_tokens."""
     path = Path(path)
@@ -344,11 +353,10 @@ def read_lengths(path: Path) -> Trace:
     def source() -> Iterator[TraceRequest]:
         clock = Clock()
         rows = lines(path)
-        _, header_text = next(rows)
-        header = next(csv.reader([header_text]))
+        header = _cells(path, *next(rows))
         base: datetime | None = None
         for line, text in rows:
-            cells = next(csv.reader([text]))
+            cells = _cells(path, line, text)
             row = Row(path, line, dict(zip(header, cells)))
             if len(cells) != len(header):
                 row.fail(f"{len(cells)} cells", f"must be {len(header)} as in the header")
@@ -357,8 +365,13 @@ def read_lengths(path: Path) -> Trace:
                 try:
                     stamp = datetime.fromisoformat(row.record["TIMESTAMP"])
                 except ValueError:
-                    row.fail(f"TIMESTAMP={row.record['TIMESTAMP']!r}", "must be an ISO date and time")
+                    row.fail(f"TIMESTAMP={row.record['TIMESTAMP']!r:.60}", "must be an ISO date and time")
                 base = base or stamp
+                if (stamp.utcoffset() is None) != (base.utcoffset() is None):
+                    row.fail(
+                        f"TIMESTAMP={row.record['TIMESTAMP']!r:.60}",
+                        "must have a time zone in every row or in none",
+                    )
                 time_s = (stamp - base).total_seconds()
             yield TraceRequest(
                 arrival_s=clock.check(row, time_s),
@@ -381,12 +394,7 @@ def read_alpaca(path: Path, *, field: str = "L_gt", num_input: int = 19) -> Trac
 
     def source() -> Iterator[TraceRequest]:
         text = "".join(text for _, text in lines(path))
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            fail(path, error.lineno, f"wrong JSON ({error.msg})", "must be an array of objects")
-        except RecursionError:
-            fail(path, 1, "JSON nested too deeply", "must be an array of objects")
+        rows = parse(path, 1, text, "must be an array of objects")
         if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
             fail(path, 1, "not an array of objects", "must be a non-empty array of objects")
         for number, record in enumerate(rows, 1):

@@ -112,9 +112,10 @@ def test_damaged_gzip_and_bad_text(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="damaged compression"):
         list(open_trace(path))
     path = tmp_path / "t.jsonl"
-    path.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(TraceError, match="not UTF-8"):
-        list(open_trace(path))
+    for before in (0, 1, 5000):  # in the first chunk that is decoded, and far behind it
+        path.write_bytes(b'{"token_ids": [1]}\n' * before + b'{"token_ids": [1], "session": "\xff"}\n')
+        with pytest.raises(TraceError, match=rf"t\.jsonl:{before + 1}: byte 0xff is not UTF-8"):
+            list(open_trace(path))
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.csv", "t.json.xz"])
@@ -146,6 +147,46 @@ def test_length_files(tmp_path: Path) -> None:
     assert [r.num_output for r in read_alpaca(alpaca, field="L_t0.5")] == [3, 4]
     rated = open_trace(alpaca).with_arrivals(2.0, seed=1)
     assert [r.arrival_s for r in rated] == [r.arrival_s for r in rated] and next(iter(rated)).arrival_s > 0
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+MIXED = "must have a time zone in every row or in none"
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        ((AZURE, "2023-11-16 18:15:46,1,1", "2023-11-16T18:15:47+00:00,1,1"), f":3: TIMESTAMP=.*{MIXED}"),
+        ((AZURE, "2023-11-16T18:15:46Z,1,1", "2023-11-16T18:15:47,1,1"), f":3: TIMESTAMP=.*{MIXED}"),
+        ((AZURE, "2023-11-16 18:15:46,1,1", "2023-11-16 18:15:47,1," + "1" * 140_000), ":3: wrong CSV"),
+        ((AZURE, "x" * 140_000 + ",1,1"), ":2: wrong CSV .field larger than field limit"),
+        (("x" * 140_000 + ",ContextTokens", "1,1"), ":1: wrong CSV .field larger than field limit"),
+        ((AZURE, "x" * 100_000 + ",1,1"), ":2: TIMESTAMP='x{1,60}: must be an ISO date"),
+        ((AZURE, "2023-11-16,1," + "1" * 5000), ":2: GeneratedTokens='1{1,60}: must be a number"),
+    ],
+    ids=["zone later", "zone first", "long cell", "long time", "long header", "no time", "long number"],
+)
+def test_odd_length_files_name_file_and_line(tmp_path: Path, rows: tuple[str, ...], part: str) -> None:
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    with pytest.raises(TraceError, match=rf"a\.csv{part}"):
+        list(open_trace(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", f"{AZURE}\n2023-11-16 18:15:46+01:00,3,1\n2023-11-16 18:15:46+00:00,3,1\n"),
+        ("a.jsonl", '{"token_ids": [1, 2, 3]}\n' * 2),
+        ("a.json", '[{"L_gt": 3}, {"L_gt": 4}]'),
+        ("a.txt", "abc\nabc\n"),
+        ("a.jsonl.gz", '{"prompt": "abc"}\n' * 2),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, text: str) -> None:
+    marked = b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith(".gz") else marked)
+    rows = list(open_trace(tmp_path / name, encode=lambda text: list(text.encode())))
+    assert [r.num_input for r in rows] == ([19, 19] if name == "a.json" else [3, 3])
 
 
 def test_prompts_need_a_tokenizer(tmp_path: Path) -> None:
@@ -323,10 +364,16 @@ def test_the_least_of_every_parameter_makes_a_trace_that_can_be_read(
         ('{"hash_ids": [1], "input_length": 3, "timestamp": 0, "block_size": null}', "block_size=None"),
         ('{"block_size": 64, "requests": [5]}', "an entry 5: must be an object"),
         ('{"prompt": "\\ud800"}', "a lone surrogate"),
+        ('{"prompt": "no token"}', "prompt='no token' without a token"),
+        ('{"token_ids": [' + "1" * 5000 + "]}", "JSON with a number of thousands of digits"),
+        ("[" + "1" * 5000 + "]", "JSON with a number of thousands of digits"),
+        ('{"token_ids": [' + "1" * 4000 + "]}", "ids must fit int32 from 0"),
     ],
 )
 def test_odd_values_name_file_and_line(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "odd.jsonl").write_text(text + "\n")
     with pytest.raises(TraceError) as caught:
-        list(open_trace(tmp_path / "odd.jsonl", encode=lambda text: list(text.encode())))
+        list(
+            open_trace(tmp_path / "odd.jsonl", encode=lambda text: list(text.encode()) * (text != "no token"))
+        )
     assert "odd.jsonl:1: " in str(caught.value) and part in str(caught.value)

@@ -52,7 +52,7 @@ def write_whole(path: Path, requests: Iterable[Any], *, granularity: int, tail_i
         if not device:
             os.replace(part, target)
     except OSError as error:
-        if error.filename == str(part):
+        if error.filename in (None, str(part)):  # None: a write; a reader's error carries its file
             error.filename = str(path)
         raise
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,6 +79,8 @@ def command(
     cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
     """
     params = SamplingParams(early_stopping=_EARLY[early_stopping], **sampling)
+    for name, text in [("--system", system), ("--salt", salt), *(("--stop", s) for s in sampling["stop"])]:
+        _check_text(name, text)
     jobs = [
         *_typed(prompts, chat, system),
         *(job for file in files for job in _from_file(Path(file), chat, system)),
@@ -116,12 +117,20 @@ def _print_outputs(common: Common, outputs: list[RequestOutput], params: Samplin
 
 
 def _typed(prompts: tuple[str, ...], chat: bool, system: str | None) -> list[dict[str, Any]]:
-    return [_job(sys.stdin.read() if prompt == "-" else prompt, chat, system) for prompt in prompts]
+    return [_job(_stdin() if prompt == "-" else prompt, chat, system) for prompt in prompts]
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:  # a strict locale
+        raise ValueError("prompt: stdin is not UTF-8 text; convert it first") from None
 
 
 def _job(prompt: str, chat: bool, system: str | None) -> dict[str, Any]:
     if not prompt:
         raise ValueError("prompt: is empty; give at least one character")
+    _check_text("prompt", prompt)
     if not chat:
         if system is not None:
             raise ValueError("--system: needs a chat prompt; leave out --raw")
@@ -134,37 +143,44 @@ def _from_file(path: Path, chat: bool, system: str | None) -> Iterator[dict[str,
     if not path.is_file():
         found = "is not a file" if path.exists() else "no such file"
         raise ValueError(f"--file {path}: {found}; give a text or .jsonl file")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"--file {path}: is not UTF-8 text; convert it first") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        yield _json_job(f"{path}:{number}", line) if path.suffix == ".jsonl" else _job(line, chat, system)
+    from pagedjax.sim.records import OPENERS, lines, parse
+
+    name = Path(path.stem if path.suffix in OPENERS else path.name)
+    for number, line in lines(path):
+        if name.suffix == ".jsonl":
+            yield _json_job(f"{path}:{number}", parse(path, number, line, "must be one object a line"))
+        else:
+            yield _job(line.rstrip("\n"), chat, system)
 
 
-def _json_job(where: str, line: str) -> dict[str, Any]:
-    try:
-        job = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON ({error}); write one object a line") from None
+def _json_job(where: str, job: Any) -> dict[str, Any]:
     kinds = {"prompt": str, "token_ids": list, "messages": list}
-    if (
-        not isinstance(job, dict)
-        or sum(isinstance(job.get(k), t) and bool(job[k]) for k, t in kinds.items()) != 1
-    ):
+    fields = job if isinstance(job, dict) else {}
+    given = {k: fields[k] for k, t in kinds.items() if isinstance(fields.get(k), t) and fields[k]}
+    if len(given) != 1:
         raise ValueError(
             f'{where}: must be an object with one of "prompt", "token_ids" or "messages", not empty'
         )
-    if "messages" in job and not all(
+    messages = given.get("messages", [])
+    if not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in job["messages"]
+        for m in messages
     ):
         raise ValueError(f'{where}: each message must be an object with the strings "role" and "content"')
-    if "token_ids" in job and not all(type(t) is int for t in job["token_ids"]):
+    if not all(type(t) is int for t in given.get("token_ids", [])):
         raise ValueError(f"{where}: token_ids must be whole numbers")
-    return job
+    for text in (given.get("prompt"), *(part for m in messages for part in m.values())):
+        _check_text(where, text)
+    return given
+
+
+def _check_text(where: str, text: Any) -> None:
+    """Refuse what no tokenizer takes: bytes that were no UTF-8, which Python keeps as lone surrogates."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: is not UTF-8 text; convert it first") from None
 
 
 def _encode(llm: LLM, job: dict[str, Any]) -> list[int]:

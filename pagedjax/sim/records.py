@@ -162,12 +162,17 @@ class Row:
         # Every element's type: numpy would cut 2.5 to 2 and read "2" and true as numbers.
         if set(map(type, value)) - {int}:
             self.fail(f"{name}", "must be a flat list of whole numbers")
-        low, high = min(value, default=0), max(value, default=0)
+        try:
+            ids: np.ndarray = np.array(value, dtype=np.int64)
+            low, high = (ids.min(), ids.max()) if value else (0, 0)
+        except OverflowError:
+            low, high = min(value), max(value)
         if low < 0 or high > np.iinfo(dtype).max:
             self.fail(
-                f"{name} holds {low!r:.40} to {high!r:.40}", f"ids must fit {np.dtype(dtype).name} from 0"
+                f"{name} holds {low!s:.40} to {high!s:.40}",
+                f"ids must fit {np.dtype(dtype).name} from 0",
             )
-        return np.array(value, dtype=dtype)
+        return ids.astype(dtype, copy=False)
 
 
 class Clock:

@@ -128,7 +128,7 @@ def test_a_broken_invariant_keeps_its_traceback(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("not json", "is not JSON"),
+        ("not json", "wrong JSON"),
         ("[1]", "must be an object"),
         ('{"prompt": ""}', "must be an object with one of"),
         ('{"prompt": "a", "token_ids": [1]}', "must be an object with one of"),

@@ -57,6 +57,15 @@ def _check_contents(engine, chains):
         assert engine.runner.host[slot].tolist() == blocks[key]
 
 
+def _check_answers(engine, judge, asked, done):
+    """Every request has ended with the judge's tokens, and holds nothing any more."""
+    assert set(done) == set(asked)
+    for request_id, output in done.items():
+        for sample in output.outputs:
+            assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
+    assert engine.manager.num_free == engine.manager.num_usable
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.2])
 @pytest.mark.parametrize(
     "options",
@@ -99,11 +108,7 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
             _check_contents(engine, chains)
             if step > 25 and not engine.has_work:
                 break
-        assert set(done) == set(asked)
-        for request_id, output in done.items():
-            for sample in output.outputs:
-                assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
-        assert engine.manager.num_free == engine.manager.num_usable
+        _check_answers(engine, judge, asked, done)
         failures += len(counted)
     assert bool(failures) == bool(chance)
 
@@ -164,11 +169,7 @@ def test_ctrl_c_at_any_line_breaks_no_book(make_engine, judge, options):
             _check_contents(engine, chains)
             if step > 12 and not engine.has_work:
                 break
-        assert set(done) == set(asked)
-        for request_id, output in done.items():
-            for sample in output.outputs:
-                assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
-        assert engine.manager.num_free == engine.manager.num_usable
+        _check_answers(engine, judge, asked, done)
     assert interrupts > 50
 
 

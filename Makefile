@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed-$(PYTAG)
 SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full lint types aot aot-fast parity lock clean
+.PHONY: help env demo model test test-fast test-full lint types rooms aot aot-fast parity lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -49,12 +49,15 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
+rooms: $(STAMP) ## the rooms of pagedjax/ and the arrows between them
+	$(BIN)/python tests/rooms.py
+
 test: lint types ## lint, types and the default tests
 	$(BIN)/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # Both halves, the seam and the surface; what is left out is many more rows of the same tables.
 FAST := tests/cache tests/engine tests/runtime tests/examples tests/kernels/test_plan.py tests/kernels/test_blocks.py
-FAST += tests/models/test_decoder.py $(wildcard tests/test_*.py)
+FAST += tests/models/test_decoder.py tests/models/test_config.py tests/models/test_tokenizer.py $(wildcard tests/test_*.py)
 
 test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
 	$(BIN)/python -m pytest $(SPREAD) -m "not full and not parity and not slow and not smollm" $(FAST) $(PYTEST_ARGS)

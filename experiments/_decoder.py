@@ -11,9 +11,9 @@ import numpy as np
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
-from pagedjax.model_config import ModelConfig
-from pagedjax.request import RequestOutput, SamplingParams
-from pagedjax.scheduler import StepPlan
+from pagedjax.engine.request import RequestOutput, SamplingParams
+from pagedjax.engine.scheduler import StepPlan
+from pagedjax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from pagedjax.runtime import Bucket

@@ -23,7 +23,7 @@ from experiments.beam_search import GAP
 from experiments.common import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest

@@ -18,10 +18,10 @@ _PUBLIC = {
     "ModelSource": "pagedjax.config",
     "RuntimeConfig": "pagedjax.config",
     "SchedulerConfig": "pagedjax.config",
-    "CompletionOutput": "pagedjax.request",
-    "FinishReason": "pagedjax.request",
-    "RequestOutput": "pagedjax.request",
-    "SamplingParams": "pagedjax.request",
+    "CompletionOutput": "pagedjax.engine.request",
+    "FinishReason": "pagedjax.engine.request",
+    "RequestOutput": "pagedjax.engine.request",
+    "SamplingParams": "pagedjax.engine.request",
     "ExtraKeys": "pagedjax.cache",
     "PagedManager": "pagedjax.cache",
     "TokenChain": "pagedjax.cache",
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pagedjax.cache import ExtraKeys, PagedManager, TokenChain
     from pagedjax.config import CacheConfig, Config, ModelSource, RuntimeConfig, SchedulerConfig
     from pagedjax.engine import Engine
+    from pagedjax.engine.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
     from pagedjax.llm import LLM
-    from pagedjax.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pagedjax.cache import ExtraKeys, KVGroup, PagedManager, TokenChain
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
-from pagedjax.managers import make_manager, size_groups
-from pagedjax.model_config import LayerGroup, ModelConfig
+from pagedjax.engine.managers import make_manager, size_groups
+from pagedjax.engine.request import RequestOutput, SamplingParams, is_whole
+from pagedjax.models.config import LayerGroup, ModelConfig
 from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
-from pagedjax.request import RequestOutput, SamplingParams, is_whole
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout

@@ -47,9 +47,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny seeded model in a folder as `convert` writes it, with a tokenizer of one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    from pagedjax.models.tokenizer import HFTokenizer
     from pagedjax.models.weights import save_params
     from pagedjax.testing import tiny_model
-    from pagedjax.tokenizer import HFTokenizer
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
     bytewise = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))

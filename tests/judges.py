@@ -184,7 +184,7 @@ def read_stories(path: Path):
     """(config, params) of a llama2.c "version 0" file, in the decoder's own leaves."""
     import jax
 
-    from pagedjax.model_config import ModelConfig
+    from pagedjax.models.config import ModelConfig
     from pagedjax.models.weights import set_leaf
 
     raw = path.read_bytes()

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pagedjax.engine.request import SamplingParams
 from pagedjax.models import make_decoder
 from pagedjax.models.decoder import Decoder, layer_name
 from pagedjax.models.layers import matmul_t
-from pagedjax.request import SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.engine import StepRecord

@@ -13,8 +13,8 @@ import psutil
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
+from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout
-from pagedjax.request import SamplingParams
 from pagedjax.runtime import JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.engine import StepRecord

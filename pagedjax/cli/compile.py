@@ -17,7 +17,8 @@ from pagedjax.paths import user_cache_dir
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
     from pagedjax.kernels.aot import Compiled
-    from pagedjax.model_config import ModelConfig
+    from pagedjax.models.config import ModelConfig
+    from pagedjax.models.family_configs import config_from_gguf, config_from_hf
 
 _TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100")
 _COUNT = click.IntRange(min=1)
@@ -179,15 +180,15 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
     Raises:
         ModelError: The source names no file or folder that holds shapes.
     """
-    from pagedjax.model_config import ModelConfig, ModelError
     from pagedjax.models import hub
+    from pagedjax.models.config import ModelError
     from pagedjax.models.formats import GgufFile
-    from pagedjax.tokenizer import read_json
+    from pagedjax.models.tokenizer import read_json
 
     source = common.config.model.model
     if source in hub.NAMED_MODELS:
         file = hub.fetch_named(source, common.cache_dir or user_cache_dir())
-        return source, ModelConfig.from_gguf(GgufFile(file).metadata)
+        return source, config_from_gguf(GgufFile(file).metadata)
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
@@ -196,9 +197,9 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
             f"model={source!r}: compile reads shapes only; give a model folder, a config.json or a GGUF file"
         )
     if path.suffix == ".gguf":
-        return path.stem, ModelConfig.from_gguf(GgufFile(path).metadata)
+        return path.stem, config_from_gguf(GgufFile(path).metadata)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return name, ModelConfig.from_hf(read_json(path))
+    return name, config_from_hf(read_json(path))
 
 
 def compile_step(

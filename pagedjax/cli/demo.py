@@ -12,8 +12,8 @@ import click
 
 from pagedjax.cli.generate import describe
 from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.engine.request import RequestOutput, SamplingParams
 from pagedjax.report.blocks import PoolPicture, draw_pool, draw_tables
-from pagedjax.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM

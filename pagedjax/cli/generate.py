@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
-from pagedjax.request import PositionLogprobs, RequestOutput, SamplingParams
+from pagedjax.engine.request import PositionLogprobs, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM

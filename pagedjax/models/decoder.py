@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagedjax.kernels import KVPool, RaggedBatch, paged_attention, write_kv
-from pagedjax.model_config import ModelConfig
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.layers import (
     Linear,
     Mlp,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.decoder import layer_name
 
 

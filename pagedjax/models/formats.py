@@ -22,7 +22,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 
-from pagedjax.model_config import ModelError
+from pagedjax.models.config import ModelError
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagedjax.model_config import ModelConfig, ModelError, RopeScaling
+from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
 from pagedjax.models.families import leaves_of, names_for
+from pagedjax.models.family_configs import config_from_gguf, config_from_hf
 from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile
+from pagedjax.models.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
 from pagedjax.models.weights import (
     Params,
     ShardingRule,
@@ -35,7 +37,6 @@ from pagedjax.models.weights import (
     save_params,
 )
 from pagedjax.paths import user_cache_dir
-from pagedjax.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
 
@@ -139,7 +140,7 @@ def load_gguf(
         ModelError: The file is damaged, incomplete, or of an architecture or quantisation we lack.
     """
     file = GgufFile(path)
-    config = ModelConfig.from_gguf(file.metadata)
+    config = config_from_gguf(file.metadata)
     names = names_for("gguf", config.family)
     config = replace(config, tie_embeddings=f"{names.lm_head}.weight" not in file.tensors)
     if _ROPE_FACTORS in file.tensors:  # Llama 3.1 and later: its stretching, worked out pair by pair
@@ -169,7 +170,7 @@ def load_folder(
     generation = inside(folder, "generation_config.json")
     if generation.is_file():  # what transformers stops at, where it says more than the config
         raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id"}}
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     for extra in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         inside(folder, extra)
     tokenizer = load_tokenizer(folder, config.eos_token_ids)

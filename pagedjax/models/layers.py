@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagedjax.model_config import ModelConfig, RopeScaling
+from pagedjax.models.config import ModelConfig, RopeScaling
 
 Array = jax.Array
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
-from pagedjax.model_config import ModelConfig, ModelError
+from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.decoder import abstract_params
 from pagedjax.models.families import Leaf, Names, Part, leaves_of
 from pagedjax.models.formats import STORED, TensorFile

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.request import MAX_BIASED, MAX_END_IDS, SamplingParams, Sequence
+from pagedjax.engine.request import MAX_BIASED, MAX_END_IDS, SamplingParams, Sequence
 
 Array = Any
 _SLICE = 128  # entries of each row per turn of the loop

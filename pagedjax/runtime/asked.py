@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.request import SamplingParams, Sequence
+from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
 from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine.request import Sequence as Sample
+from pagedjax.engine.scheduler import StepPlan
 from pagedjax.kernels import RaggedBatch, plan_ragged
 from pagedjax.kernels.plan import CHUNK_TOKENS
-from pagedjax.request import Sequence as Sample
 from pagedjax.runtime.sampling import SamplingBatch
-from pagedjax.scheduler import StepPlan
 
 Array = Any
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from pagedjax.engine import TokenScores
+from pagedjax.engine.scheduler import StepPlan
 from pagedjax.runtime.sampling import score_tokens
-from pagedjax.scheduler import StepPlan
 
 Array = Any
 _ROWS = 64  # positions per call: bounds the logits held at once

@@ -14,16 +14,16 @@ from jax.experimental.layout import Format, Layout
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import StepResult
+from pagedjax.engine.scheduler import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
-from pagedjax.model_config import ModelConfig
 from pagedjax.models import forward, logits, make_decoder
+from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.asked import answer_asked
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
-from pagedjax.scheduler import StepPlan
 
 Array = Any
 

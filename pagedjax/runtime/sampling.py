@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.request import MAX_CANDIDATES, Sequence
+from pagedjax.engine.request import MAX_CANDIDATES, Sequence
 
 Array = Any
 # The bits of an infinite float32; scores lie between it and its negative.

@@ -1,6 +1,6 @@
 """Where simulated beams take their next tokens from: drawn, or as a run of the real engine recorded them.
 
-The search itself is `pagedjax.beam`, in a simulation as on the device.
+The search itself is `pagedjax.engine.beam`, in a simulation as on the device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from pagedjax.beam import num_candidates
 from pagedjax.engine import Runner, StepResult
-from pagedjax.request import SamplingParams, Sequence
-from pagedjax.scheduler import StepPlan
+from pagedjax.engine.beam import num_candidates
+from pagedjax.engine.request import SamplingParams, Sequence
+from pagedjax.engine.scheduler import StepPlan
 
 
 class Candidates(Protocol):

@@ -16,8 +16,8 @@ import numpy as np
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
-from pagedjax.request import Request, RequestOutput, SamplingParams
-from pagedjax.scheduler import StepPlan
+from pagedjax.engine.request import Request, RequestOutput, SamplingParams
+from pagedjax.engine.scheduler import StepPlan
 from pagedjax.sim.beams import Beams, Candidates, RecordedBeams
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pagedjax.bench import decode
+from pagedjax.engine.request import SamplingParams
 from pagedjax.llm import LLM
-from pagedjax.request import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
-from pagedjax.request import MAX_CANDIDATES, RequestOutput, SamplingParams
-from pagedjax.scheduler import StepPlan
+from pagedjax.engine.request import MAX_CANDIDATES, RequestOutput, SamplingParams
+from pagedjax.engine.scheduler import StepPlan
 
 VOCAB = 97
 UNWRITTEN = -1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import ExtraKeys, PagedManager, TokenChain
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 
 
 @pytest.mark.parametrize(

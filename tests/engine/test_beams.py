@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from judges import dense_beams
 
-from pagedjax.beam import Beam, BeamSearch, Candidates, Hypothesis
-from pagedjax.request import FinishReason, SamplingParams
+from pagedjax.engine.beam import Beam, BeamSearch, Candidates, Hypothesis
+from pagedjax.engine.request import FinishReason, SamplingParams
 
 
 def row_of(logprobs):

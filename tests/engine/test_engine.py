@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import ExtraKeys
-from pagedjax.request import FinishReason, SamplingParams
+from pagedjax.engine.request import FinishReason, SamplingParams
 
 
 def prompts_with_shared_prefixes(count, seed=0, longest=40):

@@ -11,8 +11,8 @@ import pytest
 
 import pagedjax
 from pagedjax.engine import StepResult
-from pagedjax.interrupts import HeldInterrupts
-from pagedjax.request import SamplingParams
+from pagedjax.engine.interrupts import HeldInterrupts
+from pagedjax.engine.request import SamplingParams
 
 BLOCK = 4
 

@@ -8,7 +8,7 @@ import pytest
 from pagedjax.cache import POLICIES, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 
 PAGED = {
     "hash": dict(index="hash"),

@@ -7,7 +7,7 @@ import pytest
 
 from pagedjax.cache import CopyBatch, CopyPlan
 from pagedjax.engine import StepResult
-from pagedjax.preemption import PreemptionCost
+from pagedjax.engine.preemption import PreemptionCost
 
 MODES = {
     "recompute": dict(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedjax.text_stream import TextStream
-from pagedjax.tokenizer import ByteTokenizer
+from pagedjax.engine.text_stream import TextStream
+from pagedjax.models.tokenizer import ByteTokenizer
 
 TEXT = "naïve — 東京 🙂🙃 e\u0301 end"
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.model_config import ModelError
 from pagedjax.models import convert, load_model
+from pagedjax.models.config import ModelError
 from pagedjax.models.weights import flat, restore_params
 from pagedjax.testing import tiny_config
 

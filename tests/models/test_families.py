@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from pagedjax.models import load_model, make_decoder
+from pagedjax.models.family_configs import config_from_hf
 from pagedjax.testing import seeded_tensors
 
 GOLDENS = json.loads((Path(__file__).parent / "families.json").read_text())
@@ -89,10 +90,9 @@ def test_gguf_of_a_family_gives_the_same_leaves(tmp_path, write_gguf, name, arch
 
 def test_windows_and_positions_of_each_family(tmp_path):
     """The pattern that the config's own words ask for, layer by layer."""
-    from pagedjax.model_config import ModelConfig
 
     def pattern(name):
-        config = ModelConfig.from_hf(GOLDENS[name]["config"])
+        config = config_from_hf(GOLDENS[name]["config"])
         layers = range(config.num_layers)
         return [config.window(i) for i in layers], [config.uses_rope(i) for i in layers]
 

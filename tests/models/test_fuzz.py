@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models
 
-from pagedjax.model_config import ModelError
 from pagedjax.models import load_model
+from pagedjax.models.config import ModelError
 from pagedjax.models.formats import GgufFile
 from pagedjax.testing import tiny_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax.model_config import ModelError
 from pagedjax.models import hub, load_model
+from pagedjax.models.config import ModelError
 from pagedjax.testing import tiny_config
 
 CONFIG = tiny_config(num_layers=1, vocab_size=270)

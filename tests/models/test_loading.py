@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from pagedjax.model_config import ModelConfig, ModelError
 from pagedjax.models import abstract_params, load_model
+from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.formats import QUANTISATIONS, GgufFile, SafetensorsFiles
 from pagedjax.models.weights import flat
 from pagedjax.testing import tiny_config

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pagedjax.model_config import ModelConfig
+from pagedjax.models.family_configs import config_from_gguf
 from pagedjax.models.formats import GgufFile
 from pagedjax.models.hub import named_path
+from pagedjax.models.tokenizer import tokenizer_from_gguf
 from pagedjax.paths import user_cache_dir
-from pagedjax.tokenizer import tokenizer_from_gguf
 
 pytestmark = pytest.mark.smollm
 
@@ -20,7 +20,7 @@ def file():
 
 
 def test_shapes_and_types(file):
-    config = ModelConfig.from_gguf(file.metadata)
+    config = config_from_gguf(file.metadata)
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.head_dim, config.rope_theta, config.vocab_size) == (64, 100000.0, 49152)
     kinds = [info.kind for info in file.tensors.values()]

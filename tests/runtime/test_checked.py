@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import InvariantError
+from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, plan_ragged
-from pagedjax.request import SamplingParams
 from pagedjax.runtime.checked import StepChecks
 
 P, B = 8, 4

@@ -12,7 +12,7 @@ from judges import beams_model, dense_beams, numpy_forward
 
 from pagedjax.cache import TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 from pagedjax.runtime import Adjustments, Buckets
 from pagedjax.runtime.adjust import adjust
 from pagedjax.runtime.asked import draw_adjusted, score

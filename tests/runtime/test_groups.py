@@ -8,8 +8,8 @@ import pytest
 from pagedjax import LLM
 from pagedjax.cache import KVGroup, PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.request import SamplingParams
-from pagedjax.scheduler import Scheduler
+from pagedjax.engine.request import SamplingParams
+from pagedjax.engine.scheduler import Scheduler
 from pagedjax.testing import tiny_config, tiny_params
 
 WINDOWS = {"mistral": (8, 8), "gemma": (8, None)}

@@ -7,7 +7,7 @@ import pytest
 
 from pagedjax import LLM
 from pagedjax.cache import PagedManager, ReservationManager
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 
 SMALL = dict(scheduler__max_num_seqs=2, scheduler__token_budget=16, model__max_model_len=128)
 SETTINGS = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import TokenChain
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "index": ("hash", "radix", "table"),

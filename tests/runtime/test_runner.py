@@ -13,8 +13,8 @@ from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, KVPool
-from pagedjax.request import SamplingParams
 from pagedjax.runtime import Buckets, JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 

@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax.cache import KVGroup, PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 from pagedjax.sim.beams import RecordedBeams
 from pagedjax.sim.simulator import hash_plan, simulate
 from pagedjax.sim.trace import Trace, TraceRequest

@@ -13,7 +13,7 @@ import pytest
 
 from pagedjax import LLM
 from pagedjax.cache import ExtraKeys, TokenChain
-from pagedjax.request import SamplingParams
+from pagedjax.engine.request import SamplingParams
 from pagedjax.runtime import snapshot
 from pagedjax.runtime.snapshot import SnapshotError
 
@@ -115,7 +115,7 @@ def test_another_process_hits_and_says_the_same(saved, tiny_folder, settings):
     folder, cold = saved
     code = (
         "import json, sys\n"
-        "from pagedjax import LLM\nfrom pagedjax.request import SamplingParams\n"
+        "from pagedjax import LLM\nfrom pagedjax.engine.request import SamplingParams\n"
         "model, folder, settings, prompts = json.loads(sys.argv[1])\n"
         "llm = LLM(model, **settings)\nllm.load_cache(folder)\n"
         "out = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, make_pool
-from pagedjax.request import SamplingParams
 from pagedjax.runtime.host_pool import BlockCopies
 
 

@@ -11,8 +11,8 @@ import pytest
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
-from pagedjax.request import SamplingParams
-from pagedjax.scheduler import StepPlan
+from pagedjax.engine.request import SamplingParams
+from pagedjax.engine.scheduler import StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay

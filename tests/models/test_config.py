@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pagedjax.model_config import ModelConfig, ModelError, RopeScaling
+from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
+from pagedjax.models.family_configs import config_from_gguf, config_from_hf
 from pagedjax.testing import tiny_config
 
 LLAMA = {
@@ -41,8 +42,8 @@ GGUF = {
 
 
 def test_smollm2_is_the_same_from_both_formats():
-    config = ModelConfig.from_hf(LLAMA)
-    assert config == ModelConfig.from_gguf(GGUF)
+    config = config_from_hf(LLAMA)
+    assert config == config_from_gguf(GGUF)
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.head_dim, config.num_groups, config.rope_theta) == (64, 3, 100000.0)
     # 2 x 30 layers x 3 heads x 64 x 4 bytes
@@ -51,7 +52,7 @@ def test_smollm2_is_the_same_from_both_formats():
 
 def test_defaults_where_the_file_is_silent():
     minimal = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")}
-    config = ModelConfig.from_hf(minimal | {"tie_word_embeddings": False, "eos_token_id": [2, 5]})
+    config = config_from_hf(minimal | {"tie_word_embeddings": False, "eos_token_id": [2, 5]})
     assert (config.num_kv_heads, config.rope_theta, config.tie_embeddings) == (9, 10000.0, False)
     assert config.eos_token_ids == (2, 5)
 
@@ -87,16 +88,16 @@ def test_defaults_where_the_file_is_silent():
     ],
 )
 def test_rope_scaling_spellings(given, expected):
-    config = ModelConfig.from_hf(LLAMA | given)
+    config = config_from_hf(LLAMA | given)
     assert config.rope_scaling == expected
     assert config.rope_theta == (5e5 if "rope_parameters" in given else 1e5)
 
 
 def test_smollm3_leaves_every_fourth_layer_without_positions():
-    config = ModelConfig.from_hf(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
+    config = config_from_hf(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
     assert config.family == "llama"
     assert [config.uses_rope(layer) for layer in range(8)] == [True, True, True, False] * 2
-    assert ModelConfig.from_hf(
+    assert config_from_hf(
         LLAMA | {"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1]}
     ).rope_layers == (False, True)
 
@@ -124,7 +125,7 @@ def test_smollm3_leaves_every_fourth_layer_without_positions():
 )
 def test_bad_values_are_named_in_one_line(change, names):
     with pytest.raises(ModelError, match=names) as caught:
-        ModelConfig.from_hf(LLAMA | change)
+        config_from_hf(LLAMA | change)
     assert "\n" not in str(caught.value)
 
 
@@ -141,7 +142,7 @@ def test_bad_values_are_named_in_one_line(change, names):
 )
 def test_bad_gguf_metadata_is_named(change, names):
     with pytest.raises(ModelError, match=names):
-        ModelConfig.from_gguf(GGUF | change)
+        config_from_gguf(GGUF | change)
 
 
 def test_round_trip_through_json():

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedjax.cache import KVCacheManager
-from pagedjax.request import MAX_CANDIDATES, FinishReason, Request, Status
-from pagedjax.request import Sequence as Sample
+from pagedjax.engine.request import MAX_CANDIDATES, FinishReason, Request, Status
+from pagedjax.engine.request import Sequence as Sample
 
 EarlyStopping = bool | str
 

@@ -29,8 +29,8 @@ import numpy as np
 
 from pagedjax.cache import CopyPlan, Hints, Hit, KVCacheManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.preemption import PreemptionCost
-from pagedjax.request import FinishReason, Request, Sequence, Status
+from pagedjax.engine.preemption import PreemptionCost
+from pagedjax.engine.request import FinishReason, Request, Sequence, Status
 
 
 class Row(NamedTuple):

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pagedjax.beam import BeamSearch, Candidates, Hypothesis, check_width, reseat
 from pagedjax.cache import InvariantError, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.interrupts import HeldInterrupts
-from pagedjax.request import (
+from pagedjax.engine.beam import BeamSearch, Candidates, Hypothesis, check_width, reseat
+from pagedjax.engine.interrupts import HeldInterrupts
+from pagedjax.engine.request import (
     MAX_END_IDS,
     CompletionOutput,
     FinishReason,
@@ -32,8 +32,8 @@ from pagedjax.request import (
     Sequence,
     TokenLogprob,
 )
-from pagedjax.scheduler import Scheduler, StepPlan
-from pagedjax.text_stream import TextStream
+from pagedjax.engine.scheduler import Scheduler, StepPlan
+from pagedjax.engine.text_stream import TextStream
 
 
 class TokenScores(NamedTuple):
@@ -61,7 +61,7 @@ class StepResult:
         logprobs: One per sample, natural log; empty where the runner computes none.
         ranks: One per sample, of its token among all (1 is the likeliest); empty where nobody asked.
         top_ids: i32[Q, K], a row per sample: the likeliest tokens, best first. None where nobody asked:
-            beams ask always (see `pagedjax.beam`), others with logprobs=k.
+            beams ask always (see `pagedjax.engine.beam`), others with logprobs=k.
         top_logprobs: f32[Q, K], natural log, of these.
         prompt: Number of a row whose request asked for `prompt_logprobs` → scores of the prompt tokens at
             positions [row.start + 1, row.start + num_tokens], as far as they are prompt.

@@ -11,19 +11,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pagedjax.model_config import ACTIVATIONS, LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config import ACTIVATIONS, LIMITS, ModelConfig, ModelError, RopeScaling, check_range
 
 
-def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig.from_hf`."""
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Read the dictionary of a Hugging Face `config.json`.
+
+    Raises:
+        ModelError: The architecture is not one of ours, or a value is missing or out of range.
+    """
     family = _str(config, "model_type", "config.json")
     if family not in HF:
         raise ModelError(f"model_type={family!r}: no decoder for it; supported are {', '.join(sorted(HF))}")
     return HF[family](_Reader(config, "config.json"))
 
 
-def from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig.from_gguf`."""
+def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata of a GGUF file (key → plain value).
+
+    Raises:
+        ModelError: The architecture is not one of ours, or a value is missing or out of range.
+    """
     arch = _str(metadata, "general.architecture", "GGUF metadata")
     if arch not in GGUF:
         raise ModelError(

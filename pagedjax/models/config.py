@@ -1,7 +1,7 @@
 """What a decoder looks like: widths, heads, positions and the attention pattern of each layer.
 
-Nothing here knows jax. `ModelConfig.from_hf` reads the dictionary of a Hugging Face `config.json`,
-`ModelConfig.from_gguf` the metadata of a GGUF file; both end in the same frozen dataclass, and a field that
+Nothing here knows jax. `family_configs.config_from_hf` reads the dictionary of a Hugging Face `config.json`,
+`config_from_gguf` the metadata of a GGUF file; both end in the same frozen dataclass, and a field that
 a file cannot express keeps the value that makes it a no-op.
 """
 
@@ -235,28 +235,6 @@ class ModelConfig:
             return cls(**kwargs)
         except TypeError as error:
             raise ModelError(f"model config: {error}; write it again") from error
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read the dictionary of a Hugging Face `config.json`.
-
-        Raises:
-            ModelError: The architecture is not one of ours, or a value is missing or out of range.
-        """
-        from pagedjax.family_configs import from_hf
-
-        return from_hf(config)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> ModelConfig:
-        """Read the metadata of a GGUF file (key → plain value).
-
-        Raises:
-            ModelError: The architecture is not one of ours, or a value is missing or out of range.
-        """
-        from pagedjax.family_configs import from_gguf
-
-        return from_gguf(metadata)
 
 
 ACTIVATIONS = {

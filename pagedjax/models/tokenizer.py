@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagedjax.model_config import ModelError
+from pagedjax.models.config import ModelError
 
 Message = Mapping[str, Any]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from pagedjax.model_config import ModelError
-from pagedjax.tokenizer import (
+from pagedjax.models.config import ModelError
+from pagedjax.models.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
     load_tokenizer,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedjax.model_config import ModelConfig
+from pagedjax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from pagedjax.models import LoadedModel
@@ -86,7 +86,7 @@ def tiny_model(seed: int = 0, dtype: str = "float32", **changes: Any) -> LoadedM
     import jax
 
     from pagedjax.models import LoadedModel
-    from pagedjax.tokenizer import ByteTokenizer
+    from pagedjax.models.tokenizer import ByteTokenizer
 
     config = tiny_config(**changes)
     params = jax.tree.map(jax.device_put, tiny_params(config, seed, dtype))

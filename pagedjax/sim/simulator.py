@@ -8,6 +8,7 @@ nothing else differs from decoding.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,34 +163,49 @@ def hash_plan(plan: StepPlan) -> bytes:
     return hasher.digest()
 
 
-class _Run:
-    """One simulation under way."""
+class Instance:
+    """One engine on a virtual clock of its own, moved event by event; `simulate` and fleets drive it.
+
+    Between two planned steps lie *quiet* ones, in which nothing can happen but the next token: `look_ahead` finds
+    how long they take without running them, `catch_up` books those that begin before a given time.
+
+    Args:
+        manager: Any cache manager.
+        cost: A cost model, or seconds of a plan.
+        config: Limits of one step.
+        max_model_len: Longest sequence in tokens.
+        n / beams / watch / hash_plans: As for `simulate`.
+
+    Attributes:
+        clock: End of the last step, or the arrival that woke it since.
+        result: Totals so far; the records are the caller's to keep.
+        started: Names of requests that got their first token in the last planned step.
+    """
 
     def __init__(
         self,
-        trace: Trace,
         manager: Any,
-        step_s: Callable[[StepPlan], float],
+        cost: CostModel | Callable[[StepPlan], float],
         config: SchedulerConfig,
+        *,
         max_model_len: int,
-        n: int,
-        beams: Beams | RecordedBeams | None,
-        watch: Callable[[StepPlan], dict[str, float]] | None,
-        hash_plans: bool,
-        block_bytes: tuple[int, ...],
-        copy_s: Callable[[StepPlan], float],
+        n: int = 1,
+        beams: Beams | RecordedBeams | None = None,
+        watch: Callable[[StepPlan], dict[str, float]] | None = None,
+        hash_plans: bool = False,
     ) -> None:
         self.clock = Clock()
         self.live: dict[str, tuple[TraceRequest, float]] = {}
         self.admitted: dict[str, float] = {}
+        self.started: list[str] = []
         self.result = Simulation()
-        self.prompts = Prompts(trace)
         self.n = n
         self.beams = beams
-        self.number = 0
         self._watch = watch
         self._hasher = hashlib.sha256() if hash_plans else None
-        self._step_s = step_s
+        self._cost = cost if isinstance(cost, CostModel) else None
+        self._step_s = cost.step_s if isinstance(cost, CostModel) else cost
+        self._ahead: np.ndarray | None = None  # ends of the quiet steps found, the first entry is now
         candidates: Candidates | None = beams.drawn() if isinstance(beams, Beams) else beams
         runner = SimRunner(
             manager.num_blocks,
@@ -198,10 +214,17 @@ class _Run:
             self.clock,
             self._answer,
             candidates,
-            block_bytes,
-            copy_s,
+            (manager.block_size * cost.model.kv_bytes_per_token,) if isinstance(cost, CostModel) else (),
+            cost.copy_s if isinstance(cost, CostModel) else _nothing,
         )
         self.engine = _Quiet(manager, runner, config, max_model_len=max_model_len, clock=self.clock)
+
+    @property
+    def due_s(self) -> float:
+        """When the next step has to be planned; infinite where no request is queued or runs."""
+        if not self.engine.has_work:
+            return math.inf
+        return self.clock.now if self._ahead is None else float(self._ahead[-1])
 
     def _answer(self, request_id: str, sample: int, position: int) -> int:
         request, _ = self.live[request_id]
@@ -212,6 +235,8 @@ class _Run:
     def _timed(self, plan: StepPlan) -> float:
         for row in plan.rows:
             self.admitted.setdefault(row.seq.request.request_id, self.clock.now)
+            if row.samples and not row.seq.num_output_tokens:
+                self.started.append(row.seq.request.request_id)
         elapsed = self._step_s(plan)
         result = self.result
         result.num_steps += 1
@@ -224,19 +249,30 @@ class _Run:
             self._hasher.update(hash_plan(plan))
         return elapsed
 
-    def add(self, request: TraceRequest) -> None:
-        """Queue one request; what the engine refuses outright is counted."""
-        name = str(self.number)
-        tokens = self.prompts.tokens(self.number, request)
-        self.number += 1
+    def add(self, name: str, request: TraceRequest, tokens: np.ndarray, now: float) -> bool:
+        """Queue one request; it waits for the end of a step under way at `now`.
+
+        Args:
+            name: A number, not in use.
+            request: Its lengths and times.
+            tokens: i32[num_input], the prompt.
+            now: When it comes.
+
+        Returns:
+            False: it can never run here (counted, nothing was queued).
+        """
         sampling = self._sampling(name, request)
         try:
             self.engine.check(tokens, sampling)
         except ValueError:
             self.result.refused += 1
-            return
+            return False
+        self.catch_up(now)
+        if not self.engine.has_work:
+            self.clock.now = max(self.clock.now, now)
         self.live[name] = (request, request.arrival_s)
         self.engine.add(tokens, sampling, request_id=name)
+        return True
 
     def _sampling(self, name: str, request: TraceRequest) -> SamplingParams:
         if isinstance(self.beams, RecordedBeams) and name in self.beams.sampling:
@@ -251,17 +287,19 @@ class _Run:
             seed=0,
         )
 
-    def step(self) -> None:
-        for output in self.engine.step():
-            if output.finished:
-                self._book(output)
+    def step(self) -> list[tuple[str, RequestRecord]]:
+        """Run the quiet steps found, then plan and run one; its ended requests by name."""
+        self.catch_up(math.inf)
+        self.started.clear()
+        return [self._book(output) for output in self.engine.step() if output.finished]
 
-    def skip(self, cost: CostModel, until_s: float) -> None:
-        """Run the decode steps in which nothing can happen but the next token, without planning each.
+    def look_ahead(self) -> None:
+        """Find the decode steps in which nothing can happen but the next token, without planning each.
 
-        Nothing waits that could be admitted, no answer ends, no block fills and nothing arrives before
-        `until_s`; then every step reserves inside blocks that are there, and books one token per row.
+        Nothing waits that could be admitted, no answer ends and no block fills: then every step reserves inside
+        blocks that are there, and books one token per row. They count as long as nobody is added.
         """
+        self._ahead = None
         scheduler = self.engine.scheduler
         running = scheduler.running
         if not running or (scheduler.waiting and scheduler.num_running_seqs < scheduler.config.max_num_seqs):
@@ -270,26 +308,33 @@ class _Run:
         for request in running:
             seq = request.sequences[0]
             done, length = seq.num_computed_tokens, len(seq.chain)
-            if length - done != 1 or done % size == 0:
+            # One token to feed may also be the end of a prompt: then the step brings the first answer.
+            if length - done != 1 or done % size == 0 or not seq.num_output_tokens:
                 return
             cached += done
             left = request.sampling.max_tokens - (length - request.num_prompt_tokens)
             count = min(count, left - 1, size - done % size - 1, scheduler.max_model_len - length - 1)
-        if count < 1:
+        if count < 1 or self._cost is None:
             return
-        rows = len(running)
         again = 0
-        if cost.hardware.shared_read < 1:
+        if self._cost.hardware.shared_read < 1:
             tables = [scheduler.manager.table(request.sequences[0].seq_id) for request in running]
             named = [block for table in tables for block in table if block]
             again = len(named) - len(set(named))
-        elapsed = cost.decode_steps_s(rows, cached, count, again)
-        ends = np.cumsum(np.concatenate([[self.clock.now], elapsed]))
-        count = int(np.searchsorted(ends[:-1], until_s, side="left"))  # steps that begin before it
+        elapsed = self._cost.decode_steps_s(len(running), cached, count, again)
+        self._ahead = np.cumsum(np.concatenate([[self.clock.now], elapsed]))
+
+    def catch_up(self, until_s: float) -> None:
+        """Book the quiet steps found that begin before `until_s`; the others are to be found anew."""
+        ends, self._ahead = self._ahead, None
+        if ends is None:
+            return
+        count = int(np.searchsorted(ends[:-1], until_s, side="left"))
         if count < 1:
             return
+        scheduler = self.engine.scheduler
         scheduler.step += count
-        for request in running:
+        for request in scheduler.running:
             seq = request.sequences[0]
             first = seq.num_output_tokens
             seq.chain.extend([self._answer(request.request_id, 0, first + i) for i in range(count)])
@@ -299,9 +344,9 @@ class _Run:
         self.clock.now = float(ends[count])
         self.result.num_steps += count
         self.result.busy_s += busy
-        self.result.batch += busy * rows
+        self.result.batch += busy * len(scheduler.running)
 
-    def _book(self, output: RequestOutput) -> None:
+    def _book(self, output: RequestOutput) -> tuple[str, RequestRecord]:
         name = output.request_id
         request, arrival = self.live.pop(name)
         admitted = self.admitted.pop(name, self.clock.now)
@@ -310,21 +355,20 @@ class _Run:
         latency = output.latency_s or 0.0
         # The engine's times count from `add`, which waits for the step under way at the arrival.
         added = self.clock.now - latency
-        self.result.records.append(
-            RequestRecord(
-                arrival_s=arrival,
-                admitted_s=max(admitted, arrival),
-                first_token_s=added + first if output.ttft_s is not None else self.clock.now,
-                finished_s=self.clock.now,
-                num_input=request.num_input,
-                num_output=max(produced, 1),
-                num_cached=output.num_cached_tokens,
-                num_preemptions=output.num_preemptions,
-                reason=str(output.outputs[0].finish_reason),
-            )
+        return name, RequestRecord(
+            arrival_s=arrival,
+            admitted_s=max(admitted, arrival),
+            first_token_s=added + first if output.ttft_s is not None else self.clock.now,
+            finished_s=self.clock.now,
+            num_input=request.num_input,
+            num_output=max(produced, 1),
+            num_cached=output.num_cached_tokens,
+            num_preemptions=output.num_preemptions,
+            reason=str(output.outputs[0].finish_reason),
         )
 
     def finish(self) -> Simulation:
+        """Averages over busy time, and the hash of all plans; called once, at the end."""
         result = self.result
         busy = result.busy_s or 1.0
         result.batch /= busy
@@ -372,28 +416,30 @@ def simulate(
     Returns:
         Records and totals.
     """
-    step_s: Callable[[StepPlan], float]
-    copy_s: Callable[[StepPlan], float] = _nothing
-    block_bytes: tuple[int, ...] = ()
-    if isinstance(cost, CostModel):
-        step_s, copy_s = cost.step_s, cost.copy_s
-        block_bytes = (manager.block_size * cost.model.kv_bytes_per_token,)
-    else:
-        step_s = cost
-    run = _Run(
-        trace, manager, step_s, config, max_model_len, n, beams, watch, hash_plans, block_bytes, copy_s
+    run = Instance(
+        manager,
+        cost,
+        config,
+        max_model_len=max_model_len,
+        n=n,
+        beams=beams,
+        watch=watch,
+        hash_plans=hash_plans,
     )
     skips = skip and not (watch is not None or hash_plans or n > 1 or beams is not None)
-    coming = iter(trace)
-    request = next(coming, None)
-    while (request is not None or run.engine.has_work) and run.clock.now < until_s:
-        if request is not None and not run.engine.has_work:
-            run.clock.now = max(run.clock.now, request.arrival_s)
-        while request is not None and request.arrival_s <= run.clock.now:
-            run.add(request)
-            request = next(coming, None)
+    prompts = Prompts(trace)
+    coming = iter(enumerate(trace))
+    following = next(coming, None)
+    while (following is not None or run.engine.has_work) and run.clock.now < until_s:
+        if following is not None and not run.engine.has_work:
+            run.clock.now = max(run.clock.now, following[1].arrival_s)
+        while following is not None and following[1].arrival_s <= run.clock.now:
+            number, request = following
+            run.add(str(number), request, prompts.tokens(number, request), request.arrival_s)
+            following = next(coming, None)
         if run.engine.has_work:
-            run.step()
-            if isinstance(cost, CostModel) and skips:
-                run.skip(cost, min(until_s, request.arrival_s if request is not None else until_s))
+            run.result.records += [record for _, record in run.step()]
+            if skips:
+                run.look_ahead()
+                run.catch_up(min(until_s, following[1].arrival_s if following is not None else until_s))
     return run.finish()

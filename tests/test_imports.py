@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "pagedjax.engine.preemption": CACHE,
     "pagedjax.engine.interrupts": set(),
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
-    "pagedjax.paths": set(),
+    "pagedjax.paths": {"platformdirs"},
     "pagedjax.kernels": {"pagedjax.kernels", "pagedjax.paths", "jax", "jaxlib", "numpy", "chex"},
     "pagedjax.models": {f"pagedjax.{m}" for m in ("models", "kernels", "progress", "paths")}
     | {

@@ -9,10 +9,10 @@ names with shape and stored type, and rows of one tensor as numpy arrays.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
@@ -240,30 +240,42 @@ def _kind_name(code: int) -> str:
 
 # ---- safetensors -----------------------------------------------------------------------------------------
 
-_ST_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-_ST_OTHER = {"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F8_E4M3", "F8_E5M2"}
-_MAX_ST_HEADER = 16 << 20
+_ST_READ = ("F32", "F16", "BF16", "F64")
 
-STORED = tuple(dict.fromkeys((*QUANTISATIONS, *_ST_BYTES)))
+STORED = tuple(dict.fromkeys((*QUANTISATIONS, *_ST_READ)))
 
 
 class SafetensorsFiles:
     """The tensors of one or several safetensors files.
 
+    Args:
+        paths: The files.
+        where: Tensor name → name of the file that has it, as the index of a sharded model says: what else a
+            file holds is another model's. None: every tensor of every file counts.
+
     Raises:
-        ModelError: A header is damaged, a tensor reaches past the end of its file, or a name comes twice.
+        ModelError: A header is damaged, a tensor reaches past the end of its file, a name comes twice, or a
+            file lacks what the index says it has.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], where: Mapping[str, str] | None = None) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         for path in paths:
             for name, info in _safetensors_header(path).items():
+                if where is not None and where.get(name) != path.name:
+                    continue
                 if name in self.tensors:
                     raise ModelError(
                         f"{name!r} is in {self.tensors[name].path.name} and {path.name}: a tensor belongs to "
                         "one file; remove the file that is not part of this model"
                     )
                 self.tensors[name] = info
+        for name, file in (where or {}).items():
+            if name not in self.tensors:
+                raise ModelError(
+                    f"{name!r} is not in {file}, where the index says it is: the files belong to different "
+                    "versions; download the model again"
+                )
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Entries start to stop along the first axis of a tensor, in the stored type."""
@@ -273,80 +285,26 @@ class SafetensorsFiles:
             with safe_open(info.path, "numpy") as file:
                 return file.get_slice(name)[start:stop]
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{info.path.name}: {name}: {error}; download the file again") from error
+            raise _not_whole(info.path, f"{name}: {error}") from error
 
 
 def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    def fail(got: str, rule: str) -> NoReturn:
-        raise ModelError(f"{path.name}: {got}: {rule}; download the safetensors file again")
-
+    """Names, shapes and types as the library reads them; it checks every size against the file's."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                fail(f"{size} bytes", "a safetensors file has at least 8")
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, _MAX_ST_HEADER):
-                fail(f"header of {length} bytes", f"at most {min(size - 8, _MAX_ST_HEADER)} fit")
-            raw = file.read(length)
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118: no mapping
+            return {
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype(), path)
+                for name, part in slices.items()
+            }
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}: must be a readable file; check the path") from error
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_twins)
-    except (ValueError, RecursionError) as error:
-        fail(f"header ({str(error)[:80]})", "must be one JSON object in UTF-8")
-    if not isinstance(header, dict):
-        fail(f"header {type(header).__name__}", "must be one JSON object")
-    out: dict[str, TensorInfo] = {}
-    spans = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        label = repr(name[:80])
-        try:
-            kind, shape, (start, stop) = _st_entry(entry)
-        except ValueError as error:
-            fail(f"{label} {error}", "is malformed")
-        if kind in _ST_BYTES and math.prod(shape) * _ST_BYTES[kind] != stop - start:
-            fail(f"{label} of shape {shape} in {stop - start} bytes", f"does not match {kind}")
-        if stop > size - 8 - length:
-            fail(f"{label} ends at byte {8 + length + stop}", f"the file has {size}")
-        spans.append((start, stop, name))
-        out[name] = TensorInfo(tuple(shape), kind, path, 8 + length + start)
-    spans.sort()
-    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
-        if begin < end:
-            fail(f"{first[:80]!r} and {second[:80]!r} overlap", "tensors must not share bytes")
-    return out
+        raise ModelError(
+            f"{path}: {error.strerror or error}: must be a readable file; check the path"
+        ) from error
+    except SafetensorError as error:
+        raise _not_whole(path, str(error)) from error
 
 
-def _st_entry(entry: Any) -> tuple[str, list[int], list[int]]:
-    """(dtype, shape, data_offsets) of one entry, or ValueError naming the field that is malformed."""
-
-    if not isinstance(entry, dict):
-        raise ValueError("entry")
-    kind = entry.get("dtype")
-    if not isinstance(kind, str) or (kind not in _ST_BYTES and kind not in _ST_OTHER):
-        raise ValueError(f"dtype {str(kind)[:20]!r}")
-    shape, offsets = (
-        _naturals(entry.get("shape"), "shape"),
-        _naturals(entry.get("data_offsets"), "data_offsets"),
-    )
-    if len(shape) > 8:
-        raise ValueError(f"rank {len(shape)}")
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError("data_offsets")
-    return kind, shape, offsets
-
-
-def _naturals(value: Any, what: str) -> list[int]:
-    if not isinstance(value, list) or any(type(v) is not int or not 0 <= v < 1 << 48 for v in value):
-        raise ValueError(what)
-    return value
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a key comes twice")
-    return out
+def _not_whole(path: Path, complaint: str) -> ModelError:
+    first = (complaint.splitlines() or ["damaged"])[0][:200]
+    return ModelError(f"{path.name}: {first}: must be a whole safetensors file; download it again")

@@ -1,6 +1,7 @@
 """Mutated headers: each ends in a ModelError of one line or in a correct load, quickly and in little memory."""
 
 import json
+import re
 import resource
 import struct
 import time
@@ -135,4 +136,4 @@ def test_mutated_headers(originals, kind):
     # The edits reach deep: most are noticed, by many different rules.
     noticed = [e for e in errors if e]
     assert len(noticed) > CASES // 2
-    assert len({e.split(": ")[-1] for e in noticed} | {e[:24] for e in noticed}) > 20
+    assert len({re.sub(r"\d+", "", e) for e in noticed}) > 20

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import struct
 from dataclasses import replace
 
 import jax
@@ -349,3 +350,35 @@ def test_progress_ends_at_the_result_and_the_sharding_rule_sees_every_leaf(gguf_
     assert told[-1] == ("read tiny", size, size)
     assert asked == {name: leaf.shape for name, leaf in flat(loaded.params)}
     assert all(x.sharding == second for x in jax.tree.leaves(loaded.params))
+
+
+@pytest.mark.parametrize(
+    "kind", ["F8_E8M0", "F4", "F6_E2M3", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E4M3", "BOOL"]
+)
+def test_B132_every_type_of_the_format_is_known(tmp_path, hf_tensors, kind):
+    """A tensor of it that the decoder does not need loads; one that it needs is named with its type."""
+    bits = {"F4": 4, "F6_E2M3": 6, "C64": 64}.get(kind, 8)
+    for name, outcome in (
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", None),
+        ("model.norm.weight", f"model.norm.weight' is stored as {kind}: weights must be"),
+    ):
+        folder = _write_folder(tmp_path / name, CONFIG, hf_tensors(CONFIG))
+        _add_tensor(folder / "model.safetensors", name, kind, [64], bits * 64 // 8)
+        if outcome is None:
+            assert load_model(folder, progress=False).config.num_layers == 2
+        else:
+            with pytest.raises(ModelError, match=outcome):
+                load_model(folder, progress=False)
+
+
+def _add_tensor(path, name, kind, shape, num_bytes):
+    """Puts a tensor of zeros at the end of a safetensors file, over one of the same name."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    start = len(body)
+    if name in header:  # its bytes get another name: the format allows no gap
+        header["unused.rotary_emb.inv_freq"] = header.pop(name)
+    header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + num_bytes]}
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + body + bytes(num_bytes))

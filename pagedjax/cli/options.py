@@ -88,7 +88,7 @@ def _add_common(base: Config, function: Callable[..., Any]) -> Callable[..., Any
         "--cache-dir",
         type=click.Path(file_okay=False, path_type=Path),
         envvar="PAGEDJAX_CACHE_DIR",
-        help="Where models and compiled programs are kept.  [default: the user's cache folder, ~/.cache/pagedjax on Linux]",
+        help="Where models and compiled programs are kept.  [default: the user's cache folder]",
     )
     @functools.wraps(function)
     def wrapped(

@@ -292,7 +292,7 @@ def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Names, shapes and types as the library reads them; it checks every size against the file's."""
     try:
         with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118: no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
                 name: TensorInfo(tuple(part.get_shape()), part.get_dtype(), path)
                 for name, part in slices.items()

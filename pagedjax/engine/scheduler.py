@@ -170,6 +170,11 @@ class Scheduler:
                 f"chunk_tokens={config.chunk_tokens}: must not exceed token_budget={config.token_budget}; "
                 "lower the chunk or raise the budget"
             )
+        if config.chunk_tokens and not config.chunked_prefill:
+            raise ValueError(
+                f"chunk_tokens={config.chunk_tokens}: no prompt is cut where chunked_prefill is off; set it to 0 or "
+                "turn chunked_prefill on"
+            )
         if max_model_len < 1:
             raise ValueError(f"max_model_len={max_model_len}: must be at least 1")
 

@@ -199,6 +199,11 @@ def test_B063_prompt_fits_but_output_does_not(make_engine, run_all, greedy):
         (dict(token_budget=4, max_num_seqs=8), 3, "token_budget=4"),
         (dict(token_budget=32, chunk_tokens=64), 3, "chunk_tokens=64"),
         (
+            dict(chunk_tokens=8, chunked_prefill=False),
+            3,
+            "chunk_tokens=8: no prompt is cut where chunked_prefill is off",
+        ),
+        (
             dict(token_budget=2048, chunked_prefill=False, max_model_len=4096, num_blocks=1024),
             2049,
             "2049 tokens",

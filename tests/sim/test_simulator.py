@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.scheduler import Scheduler, StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
@@ -21,6 +22,8 @@ from pagedjax.sim.synth import agents, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "configs" / "sweeps" / "shapes.toml"
+A100, H100 = (ROOT / "configs" / "hardware" / f"{name}.toml" for name in ("a100-40gb", "h100-80gb"))
 CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16)
 NUM_BLOCKS, BLOCK, MAX_LEN = 41, 4, 96
 
@@ -181,26 +184,89 @@ def test_B113_computed_and_hit_tokens_are_the_tokens_needed() -> None:
     assert tight.summary().requests_per_s <= roomy.summary().requests_per_s
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_skipped_steps_change_nothing(seed: int) -> None:
-    """Same times, hits, preemptions and books with and without planning the steps where nothing happens."""
-    spec = HardwareSpec.from_toml(ROOT / "configs" / "hardware" / "h100-80gb.toml")
-    spec = replace(spec, shared_read=(1.0, 0.45)[seed // 2 % 2])
-    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "llama-3-8b"), (4, 16)[seed % 2])
+@pytest.mark.parametrize("skip", [False, True])
+def test_F080_a_last_chunk_of_one_token_is_no_decode(skip: bool) -> None:
+    cost = CostModel(HardwareSpec.from_toml(A100), ModelShape.from_toml(SHAPES, "opt-13b"), 16)
+    manager = PagedManager(num_blocks=40, block_size=16)
+    config = SchedulerConfig(max_num_seqs=4, token_budget=4)
+    trace = _trace([TraceRequest(0.0, 21, 14)], 0)
+    (record,) = simulate(trace, manager, cost, config, max_model_len=MAX_LEN, skip=skip).records
+    assert (round(record.ttft_s, 4), round(record.tpot_s, 4)) == (0.1576, 0.0263)
+
+
+def _skips_alike(seed: int) -> tuple[int, int]:
+    """A random workload under random settings, with and without planning the steps where nothing happens.
+
+    Returns: preemptions, and steps that were not planned.
+    """
     rng = np.random.default_rng(seed)
+
+    def one(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    spec = replace(HardwareSpec.from_toml(one(A100, H100)), shared_read=one(1.0, 0.45))
+    block_size, max_seqs = one(1, 4, 8, 16), one(1, 4, 8, 8)
+    cost = CostModel(spec, ModelShape.from_toml(SHAPES, one("llama-3-8b", "opt-13b")), block_size)
+    budget = one(max_seqs, max_seqs + 1, 4 * max_seqs, 300)
+    host = one(0, 0, 60)
+    chunked = one(True, True, False)
+    config = SchedulerConfig(
+        max_num_seqs=max_seqs,
+        token_budget=budget,
+        chunk_tokens=one(0, 1, budget) if chunked else 0,
+        chunked_prefill=chunked,
+        preemption=one("swap", "auto") if host else "recompute",
+    )
+    gap = one(0.002, 0.02, 0.3)
     rows = [
-        TraceRequest(0.02 * t, len(p), n, token_ids=np.array(p, np.int32)) for t, p, n in _workload(seed)
-    ] + [TraceRequest(0.4 + float(rng.random()), 9, 60)]
+        TraceRequest(gap * t, len(p), n - 1, token_ids=np.array(p, np.int32))
+        for t, p, n in sorted(_workload(seed) + _workload(seed + 1000), key=lambda row: row[0])
+    ]
+    rows += [TraceRequest(20 * gap + float(rng.random()), int(rng.integers(1, 90)), int(rng.integers(0, 60)))]
+    until = one(math.inf, math.inf, 0.5)
+    settings: dict[str, Any] = dict(
+        index=one("hash", "radix", "table"),
+        policy=one("lru", "fifo", "lfu", "s3fifo", "cost"),
+        partial=one(0, 2) if block_size > 2 else 0,
+        prefix_caching=one(True, True, True, False),
+        host_blocks=host,
+        num_blocks=1 + -(-one(100, 100, 250) // block_size),
+    )
     runs, stats = [], []
     for skip in (False, True):
-        manager = PagedManager(num_blocks=31, block_size=(4, 16)[seed % 2], policy=("lru", "lfu")[seed % 2])
-        runs.append(simulate(_trace(rows), manager, cost, CONFIG, max_model_len=MAX_LEN, skip=skip))
+        manager = PagedManager(block_size=block_size, **settings)
+        planned = []
+        step = Scheduler.schedule
+
+        def counted(self: Scheduler, now: float, step: Any = step, planned: Any = planned) -> StepPlan:
+            planned.append(now)
+            return step(self, now)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "schedule", counted)
+            run = simulate(
+                _trace(rows), manager, cost, config, max_model_len=MAX_LEN, until_s=until, skip=skip
+            )
         manager.check_invariants()
+        runs.append((run, len(planned)))
         stats.append(vars(manager.stats))
-    plain, skipped = runs
-    assert plain.records == skipped.records and stats[0] == stats[1]
-    assert (plain.num_steps, plain.refused) == (skipped.num_steps, skipped.refused)
-    assert skipped.batch == pytest.approx(plain.batch)
+    (plain, all_steps), (skipped, some_steps) = runs
+    assert plain.records == skipped.records, f"workload {seed}"
+    assert stats[0] == stats[1], f"workload {seed}"
+    assert (plain.num_steps, plain.refused) == (skipped.num_steps, skipped.refused), f"workload {seed}"
+    assert skipped.batch == pytest.approx(plain.batch), f"workload {seed}"
+    return sum(r.num_preemptions for r in plain.records), all_steps - some_steps
+
+
+def test_F080_skipped_steps_change_nothing_on_30_workloads() -> None:
+    counts = np.array([_skips_alike(seed) for seed in range(30)])
+    assert (counts.sum(axis=0) > 30).all(), f"{counts.sum(axis=0)}: too few preemptions or skipped steps"
+
+
+@pytest.mark.full
+def test_F080_skipped_steps_change_nothing_on_300_workloads() -> None:
+    for seed in range(30, 300):
+        _skips_alike(seed)
 
 
 def test_beams_draw_share_and_end() -> None:
@@ -226,7 +292,7 @@ def test_beams_draw_share_and_end() -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "auto"])
 def test_preempted_requests_swap_on_the_clock(mode: str) -> None:
-    spec = HardwareSpec.from_toml(ROOT / "configs" / "hardware" / "a100-40gb.toml")
+    spec = HardwareSpec.from_toml(A100)
     cost = CostModel(spec, ModelShape.from_toml(SHAPES, "opt-13b"), BLOCK)
     rows = [TraceRequest(0.0, 20, 40) for _ in range(6)]
     config = SchedulerConfig(max_num_seqs=6, token_budget=128, preemption=mode)
@@ -327,9 +393,6 @@ def test_summary_counts_goodput_and_refuses_nothing() -> None:
 
 
 # ------------------------------------------------------------------------- cost model
-
-
-SHAPES = ROOT / "configs" / "sweeps" / "shapes.toml"
 
 
 def test_shapes_match_the_published_sizes() -> None:

@@ -12,7 +12,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import RequestOutput, SamplingParams
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
 
 if TYPE_CHECKING:

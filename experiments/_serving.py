@@ -13,7 +13,7 @@ import numpy as np
 from experiments.common import FOLDER
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 

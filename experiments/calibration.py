@@ -21,7 +21,7 @@ from experiments._serving import ALPACA, ALPACA_TEXT, CONFIGS, MAX_LEN, TURNS, W
 from experiments._serving import SCHEDULER as PAPERS
 from experiments.common import Claim, Experiment, Row, Unit, cell
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest

@@ -18,7 +18,7 @@ from experiments._decoder import NOTE, SIZES, Decoder, tokens
 from experiments.common import Claim, Experiment, Row, Unit, cell
 from pagedjax.engine import StepRecord
 from pagedjax.engine.request import RequestOutput
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.sim.simulator import hash_plan, simulate
 from pagedjax.sim.trace import Trace, TraceRequest
 

@@ -140,6 +140,11 @@ class KVCacheManager(Protocol):
     block_size: int
 
     @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """Blocks of each KV group's pool, the null block included."""
+        ...
+
+    @property
     def num_usable(self) -> int:
         """Blocks that can ever be handed out."""
         ...

@@ -190,6 +190,11 @@ class ReservationManager:
         self._refused = 0  # blocks that the last refused sequence asked for; 0 once one was admitted
 
     @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """Blocks of the one pool."""
+        return (self.num_blocks,)
+
+    @property
     def num_usable(self) -> int:
         """Blocks of the largest sequence that an empty pool can hold."""
         return 1 << (self._buddy.size.bit_length() - 1)

@@ -1,6 +1,6 @@
 """The host half beside the cache: requests in, plans out, results booked; it never imports jax."""
 
-from pagedjax.engine.engine import Engine, Runner, StepRecord, StepResult, TokenScores
+from pagedjax.engine.engine import Engine
 from pagedjax.engine.managers import make_manager
 from pagedjax.engine.request import (
     CompletionOutput,
@@ -10,7 +10,16 @@ from pagedjax.engine.request import (
     SamplingParams,
     Sequence,
 )
-from pagedjax.engine.scheduler import Row, Scheduler, StepPlan
+from pagedjax.engine.scheduler import Scheduler
+from pagedjax.engine.step import (
+    Row,
+    Runner,
+    SequenceRecord,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    TokenScores,
+)
 
 __all__ = [
     "CompletionOutput",
@@ -23,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "Sequence",
+    "SequenceRecord",
     "StepPlan",
     "StepRecord",
     "StepResult",

@@ -14,15 +14,15 @@ simulated runner draws them. `Engine` calls `advance` once all beams of a reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from pagedjax.cache import KVCacheManager
-from pagedjax.engine.request import MAX_CANDIDATES, FinishReason, Request, Status
-from pagedjax.engine.request import Sequence as Sample
+from pagedjax.engine.request import MAX_CANDIDATES, FinishReason, Request, Sequence, Status
 
 EarlyStopping = bool | str
 
@@ -147,7 +147,7 @@ class BeamSearch:
     done: bool = False
     num_steps: int = 0
 
-    def advance(self, rows: Sequence[Candidates]) -> list[Choice]:
+    def advance(self, rows: Seq[Candidates]) -> list[Choice]:
         """Choose the beams that run on.
 
         Args:
@@ -186,7 +186,7 @@ class BeamSearch:
                     self._keep(beam, reason)
             self.done = True
 
-    def _best(self, rows: Sequence[Candidates]) -> list[tuple[int, int]]:
+    def _best(self, rows: Seq[Candidates]) -> list[tuple[int, int]]:
         """(beam, place in its row) of the best candidates of all beams, best first."""
         count = num_candidates(self.width, len(self.end_ids))
         ids = [row.token_ids[:count] for row in rows]
@@ -219,7 +219,7 @@ class BeamSearch:
 
 
 def reseat(
-    request: Request, choices: Sequence[Choice], manager: KVCacheManager, new_id: Callable[[], int]
+    request: Request, choices: Seq[Choice], manager: KVCacheManager, new_id: Callable[[], int]
 ) -> None:
     """Give each choice a sequence whose blocks are its parent's, and end the parents without a child.
 
@@ -234,11 +234,11 @@ def reseat(
     """
     parents = request.sequences
     taken: set[int] = set()
-    beams: list[Sample] = []
+    beams: list[Sequence] = []
     for choice in choices:
         parent = parents[choice.parent]
         if choice.parent in taken:
-            child = Sample(
+            child = Sequence(
                 new_id(), request, 0, parent.chain.fork(), Status.RUNNING, parent.num_computed_tokens
             )
             manager.fork(parent.seq_id, child.seq_id, child.chain)

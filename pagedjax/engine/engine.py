@@ -7,117 +7,28 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pagedjax.cache import InvariantError, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.beam import BeamSearch, Candidates, Hypothesis, check_width, reseat
+from pagedjax.engine.beam import BeamSearch, check_width, reseat
 from pagedjax.engine.interrupts import HeldInterrupts
+from pagedjax.engine.outputs import Outputs, candidates
 from pagedjax.engine.request import (
     MAX_END_IDS,
-    CompletionOutput,
     FinishReason,
-    PositionLogprobs,
     Request,
     RequestOutput,
     SamplingParams,
     Sequence,
-    TokenLogprob,
 )
-from pagedjax.engine.scheduler import Scheduler, StepPlan
-from pagedjax.engine.text_stream import TextStream
-
-
-class TokenScores(NamedTuple):
-    """What the model gave to n given tokens, and the likeliest tokens in their places.
-
-    Attributes:
-        logprobs: f32[n], natural log.
-        ranks: i32[n], 1 is the likeliest.
-        top_ids: i32[n, K], best first.
-        top_logprobs: f32[n, K].
-    """
-
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a runner gives back for a plan.
-
-    Attributes:
-        tokens: One per sample, in row order.
-        logprobs: One per sample, natural log; empty where the runner computes none.
-        ranks: One per sample, of its token among all (1 is the likeliest); empty where nobody asked.
-        top_ids: i32[Q, K], a row per sample: the likeliest tokens, best first. None where nobody asked:
-            beams ask always (see `pagedjax.engine.beam`), others with logprobs=k.
-        top_logprobs: f32[Q, K], natural log, of these.
-        prompt: Number of a row whose request asked for `prompt_logprobs` → scores of the prompt tokens at
-            positions [row.start + 1, row.start + num_tokens], as far as they are prompt.
-        elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
-        pack_s: Of these, seconds spent building arrays on the host.
-        dispatch_s: Of these, seconds until the device call returned to the host.
-        copy_s: Of these, seconds spent on the plan's block copies.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    elapsed_s: float
-    pack_s: float = 0.0
-    dispatch_s: float = 0.0
-    copy_s: float = 0.0
-    ranks: Seq[int] = ()
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
-    prompt: Mapping[int, TokenScores] = field(default_factory=dict)
-
-
-class Runner(Protocol):
-    """Executes plans; owns the KV pool, or stands in for it.
-
-    Attributes:
-        num_blocks: Blocks its pool holds, the null block included; the manager's must be equal.
-        block_size: Tokens per block of the pool.
-    """
-
-    num_blocks: int
-    block_size: int
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the plan's copies, then compute its rows."""
-        ...
-
-    def recover(self) -> bool:
-        """After a step that failed: make the pool usable again. Says whether its contents are lost."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step as the metrics hook sees it; seconds are on the engine's clock.
-
-    Attributes:
-        plan: What ran.
-        result: What came back.
-        schedule_s: Seconds to plan.
-        commit_s: Seconds to book the result: indexing, forks, stop rules.
-    """
-
-    plan: StepPlan
-    result: StepResult
-    schedule_s: float
-    commit_s: float
+from pagedjax.engine.scheduler import Scheduler
+from pagedjax.engine.step import Lengths, Runner, StepPlan, StepRecord, StepResult
 
 
 class Engine:
@@ -153,26 +64,25 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        for name in ("num_blocks", "block_size", "pool_blocks"):
-            ours, theirs = getattr(manager, name, None), getattr(runner, name, None)
-            if ours != theirs and None not in (ours, theirs):
+        for name, ours, theirs in (
+            ("pool_blocks", manager.pool_blocks, runner.pool_blocks),
+            ("block_size", manager.block_size, runner.block_size),
+        ):
+            if ours != theirs:
                 raise ValueError(
                     f"{name}: the manager counts {ours}, the runner's pool has {theirs}; build both from one config"
                 )
         self.manager = manager
         self.runner = runner
-        block_bytes = getattr(runner, "block_bytes", ())
-        self.scheduler = Scheduler(manager, config, max_model_len, block_bytes)
+        self.scheduler = Scheduler(manager, config, max_model_len, runner.block_bytes)
         self.max_model_len = max_model_len
         self.on_step = on_step
         self._eos = frozenset(eos_token_ids)
-        self._decode = decode
         self._hash_scheme = hash_scheme
         self._seed = seed
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._streams: dict[int, TextStream] = {}
-        self._searches: dict[str, BeamSearch] = {}
+        self._outputs = Outputs(manager, decode, clock)
         self._touched: dict[str, Request] = {}  # have something new to tell
         self._ready: dict[str, RequestOutput] = {}  # what they tell, until a step has returned it
         self._held: dict[str, RequestOutput | None] = {}  # of each open stream, what it has not yielded yet
@@ -195,7 +105,7 @@ class Engine:
             raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")
         if sampling.beam_width:
             check_width(sampling.beam_width, len(ends))
-        if sampling.stop and self._decode is None:
+        if sampling.stop and not self._outputs.has_text:
             raise ValueError("stop: needs a tokenizer to find strings; give stop_token_ids instead")
 
     def add(
@@ -238,13 +148,12 @@ class Engine:
         try:
             with HeldInterrupts():
                 if sampling.beam_width:
-                    self._searches[request_id] = self._new_search(request)
+                    self._outputs.searches[request_id] = self._new_search(request)
                 for index in range(1 if sampling.beam_width else sampling.num_sequences):
                     own = chain if index == 0 else chain.fork()
                     seq = Sequence(next(self._seq_ids), request, index, own)
                     request.sequences.append(seq)
-                    if self._decode is not None and not sampling.beam_width:
-                        self._streams[seq.seq_id] = TextStream(self._decode, sampling.stop)
+                    self._outputs.start(seq)
                 self._requests[request_id] = request
                 self.scheduler.add(request)
         except KeyboardInterrupt:  # the caller never learns the id
@@ -313,7 +222,7 @@ class Engine:
         """Plan, run and book; leaves the requests that have something to tell in `_touched`."""
         clock = self._clock
         started = clock()
-        plan = self.scheduler.schedule(self.scheduler.step + 1)
+        plan = self.scheduler.schedule()
         scheduled = clock()
         if not (plan.rows or plan.copies):
             return
@@ -329,27 +238,29 @@ class Engine:
                 error.add_note("The KV pool was lost with this step: nothing is cached or pinned any more.")
             raise
         executed = clock()
+        lengths = Lengths(plan) if self.on_step is not None else None
         if self.scheduler.config.preemption == "auto":
             prefills = sum(row.num_tokens > 1 for row in plan.rows)
             self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
-        grown = self.scheduler.update(plan, result.tokens, result.logprobs, self.scheduler.step)
-        self._book_prompts(plan, result)
+        grown = self.scheduler.update(plan, result.tokens, result.logprobs, executed)
+        self._outputs.book_prompts(plan, result)
         for at, seq in grown:
             request = seq.request
             self._touched[request.request_id] = request
             if request.first_token_at is None:
                 request.first_token_at = executed
             if request.sampling.beam_width:
-                seq.candidates = _candidates(result, at)
+                seq.candidates = candidates(result, at)
                 self._advance_beams(request)
             else:
-                self._book_details(seq, result, at)
+                self._outputs.book_details(seq, result, at)
                 self._apply_stop_rules(seq)
-        if self.on_step is not None:
+        if self.on_step is not None and lengths is not None:
+            record = StepRecord(lengths.record(), result, scheduled - started, clock() - executed)
             with interrupts.allowed():
-                self.on_step(StepRecord(plan, result, scheduled - started, clock() - executed))
+                self.on_step(record)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan[Sequence]) -> StepResult:
         result = self.runner.execute(plan)
         if len(result.tokens) != plan.num_samples:
             raise ValueError(
@@ -406,15 +317,12 @@ class Engine:
         token = seq.chain.tokens[-1]
         early = seq.num_output_tokens <= sampling.min_tokens
         ends = token in seq.request.end_token_ids and not early
-        stream = self._streams.get(seq.seq_id)
-        if stream is not None and not ends and stream.push(token, may_stop=not early):
-            ends = True
+        if not ends:
+            ends = self._outputs.completes_stop(seq, may_stop=not early)
         if ends:
             self.scheduler.finish(seq, FinishReason.STOP)
         elif seq.num_output_tokens >= sampling.max_tokens or seq.num_tokens >= self.max_model_len:
-            if stream is not None:
-                stream.finish()
-            stopped = stream is not None and stream.stopped
+            stopped = self._outputs.ends_in_stop(seq)
             self.scheduler.finish(seq, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
     def _new_search(self, request: Request) -> BeamSearch:
@@ -433,7 +341,7 @@ class Engine:
         beams = request.sequences
         if any(seq.candidates is None or seq.num_computed_tokens < seq.num_tokens for seq in beams):
             return  # some are still being recomputed after a preemption
-        search = self._searches[request.request_id]
+        search = self._outputs.searches[request.request_id]
         choices = search.advance([seq.candidates for seq in beams])
         if search.done:
             for seq in beams:
@@ -441,115 +349,16 @@ class Engine:
         else:
             reseat(request, choices, self.manager, lambda: next(self._seq_ids))
 
-    def _book_details(self, seq: Sequence, result: StepResult, at: int) -> None:
-        count = seq.request.sampling.logprobs
-        if count is not None and result.top_ids is not None and result.top_logprobs is not None:
-            own = TokenLogprob(seq.chain.tokens[-1], result.logprobs[at], result.ranks[at])
-            top = _ranked(result.top_ids[at], result.top_logprobs[at], count)
-            seq.details.append(PositionLogprobs(own, top))
-
-    def _book_prompts(self, plan: StepPlan, result: StepResult) -> None:
-        for number, scores in result.prompt.items():
-            row = plan.rows[number]
-            request = row.seq.request
-            count = request.sampling.prompt_logprobs or 0
-            for i, logprob in enumerate(scores.logprobs.tolist()):
-                position = row.start + 1 + i
-                own = TokenLogprob(request.prompt_token_ids[position], logprob, int(scores.ranks[i]))
-                top = _ranked(scores.top_ids[i], scores.top_logprobs[i], count)
-                request.prompt_details[position] = PositionLogprobs(own, top)
-
     # ----------------------------------------------------------------- output
 
     def _output(self, request: Request) -> RequestOutput:
-        finished = not request.live
-        search = self._searches.get(request.request_id)
-        outputs = self._outputs(request) if search is None else self._beam_outputs(request, search)
-        if finished:
+        output = self._outputs.of(request)
+        if output.finished:
             self._requests.pop(request.request_id, None)
-            self._searches.pop(request.request_id, None)
-            for seq in request.sequences:
-                self._streams.pop(seq.seq_id, None)
-        first = request.first_token_at
-        prompt_logprobs = None
-        if request.sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(request.prompt_details.get(i) for i in range(request.num_prompt_tokens))
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            miss_reason=request.miss_reason,
-            matched_tokens=request.matched_tokens,
-            num_copies=request.num_copies + sum(self.manager.num_copies(seq.seq_id) for seq in request.live),
-            num_preemptions=request.num_preemptions,
-            ttft_s=None if first is None else first - request.arrival,
-            latency_s=self._clock() - request.arrival if finished else None,
-            prompt_logprobs=prompt_logprobs,
-        )
+            self._outputs.forget(request)
         if request.request_id in self._held:
             self._held[request.request_id] = output
         return output
-
-    def _outputs(self, request: Request) -> tuple[CompletionOutput, ...]:
-        outputs = tuple(self._completion(seq) for seq in request.sequences)
-        if not request.sampling.waits_for_all:
-            return outputs
-        means = {
-            seq.index: sum(seq.logprobs) / len(seq.logprobs) if seq.logprobs else -math.inf
-            for seq in request.sequences
-        }
-        ranked = sorted(outputs, key=lambda o: -means[o.index])  # stable: ties in sample order
-        return tuple(replace(o, score=means[o.index]) for o in ranked[: request.sampling.n])
-
-    def _completion(self, seq: Sequence) -> CompletionOutput:
-        stream = self._streams.get(seq.seq_id)
-        text = ""
-        if stream is not None:
-            if seq.finished:
-                stream.finish()
-                text = stream.text
-            else:
-                text = stream.settled
-        asked = seq.request.sampling.logprobs is not None
-        return CompletionOutput(
-            seq.index,
-            text,
-            tuple(seq.output_token_ids),
-            seq.finish_reason,
-            tuple(seq.logprobs) if asked else None,
-            tuple(seq.details) if asked else None,
-        )
-
-    def _beam_outputs(self, request: Request, search: BeamSearch) -> tuple[CompletionOutput, ...]:
-        """The n best, best first; a search that was cut short counts its running beams as they stand."""
-        if not request.live:
-            search.end(request.sequences[0].finish_reason or FinishReason.ABORT)
-        best = enumerate(search.finished[: request.sampling.n])
-        found = tuple(self._hypothesis(request, rank, hypothesis) for rank, hypothesis in best)
-        if not found and not request.live:  # ended before the first token: say why
-            return (CompletionOutput(0, "", (), request.sequences[0].finish_reason),)
-        return found
-
-    def _hypothesis(self, request: Request, rank: int, found: Hypothesis) -> CompletionOutput:
-        beam, count = found.beam, request.sampling.logprobs
-        details = []
-        for token, logprob, row in zip(beam.token_ids, beam.logprobs, beam.rows):
-            place = int(np.flatnonzero(row.token_ids == token)[0])
-            top = _ranked(row.token_ids, row.logprobs, count or 0)
-            details.append(PositionLogprobs(TokenLogprob(token, logprob, place + 1), top))
-        ids = beam.token_ids
-        shown = ids[:-1] if found.reason is FinishReason.STOP else ids
-        return CompletionOutput(
-            rank,
-            self._decode(shown) if self._decode is not None else "",
-            ids,
-            found.reason,
-            beam.logprobs if count is not None else None,
-            tuple(details) if count is not None else None,
-            found.score,
-        )
 
 
 def _check_ids(prompt_token_ids: Seq[int] | np.ndarray) -> None:
@@ -563,16 +372,3 @@ def _check_ids(prompt_token_ids: Seq[int] | np.ndarray) -> None:
         )
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
         raise ValueError(f"prompt_token_ids from {ids.min()} to {ids.max()}: must lie in [0, 2**31)")
-
-
-def _candidates(result: StepResult, at: int) -> Candidates:
-    if result.top_ids is None or result.top_logprobs is None:
-        raise ValueError(
-            "StepResult.top_ids: beams need a row of candidates per sample; the runner gave none"
-        )
-    return Candidates(result.top_ids[at], result.top_logprobs[at])
-
-
-def _ranked(ids: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[TokenLogprob, ...]:
-    pairs = zip(ids[:count].tolist(), logprobs[:count].tolist())
-    return tuple(TokenLogprob(token, logprob, place + 1) for place, (token, logprob) in enumerate(pairs))

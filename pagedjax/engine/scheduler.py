@@ -20,69 +20,14 @@ when it comes back after a preemption, its beams fork where they part.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
-
-from pagedjax.cache import CopyPlan, Hints, Hit, KVCacheManager
+from pagedjax.cache import Hints, Hit, KVCacheManager
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine.limits import check_limits, check_request, chunk_tokens
 from pagedjax.engine.preemption import PreemptionCost
 from pagedjax.engine.request import FinishReason, Request, Sequence, Status
-
-
-class Row(NamedTuple):
-    """Tokens of one sequence in one step.
-
-    Attributes:
-        seq: The sequence whose tokens `[start, start + num_tokens)` are fed.
-        start: Position of the first token fed; KV of all positions before it is in the pool.
-        num_tokens: Tokens fed, at least 1.
-        samples: Sequences that draw their next token from the row's last logits: none in the middle
-            of a prompt, the sequence itself in general, all n samples at the end of a shared prompt.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: tuple[Sequence, ...]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """All that crosses from the host half to the device half in one step.
-
-    Attributes:
-        step: Number of the step, from 1.
-        rows: Rows of one token first (they take the decode path of the kernels), then longer ones.
-        tables: One i32[S, M] block table per KV group, a row per `rows` entry, null-padded.
-        copies: Block copies to run before the step computes.
-    """
-
-    step: int
-    rows: tuple[Row, ...]
-    tables: tuple[np.ndarray, ...]
-    copies: CopyPlan
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(len(row.samples) for row in self.rows)
-
-    @property
-    def num_named_blocks(self) -> int:
-        """Blocks the rows would hold if none were shared; all KV groups together."""
-        return sum(int(np.count_nonzero(table)) for table in self.tables)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks the rows hold; 1 - held / named is what sharing saves in this step."""
-        return sum(len(np.unique(table[table > 0])) for table in self.tables)
+from pagedjax.engine.step import Row, StepPlan
 
 
 def _insert(queue: list[Request] | deque[Request], request: Request) -> None:
@@ -104,7 +49,7 @@ def _num_common(lists: list[list[int]]) -> int:
     return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
-def _is_long(row: Row) -> bool:
+def _is_long(row: Row[Sequence]) -> bool:
     return row.num_tokens > 1
 
 
@@ -128,26 +73,11 @@ class Scheduler:
         max_model_len: int,
         block_bytes: tuple[int, ...] = (),
     ) -> None:
-        self._check_limits(config, max_model_len)
-        if config.preemption != "recompute" and not manager.host_blocks:
-            raise ValueError(
-                f"scheduler.preemption={config.preemption}: needs host blocks to swap to; set cache.host_blocks or "
-                "preemption=recompute"
-            )
-        if config.preemption == "auto" and not block_bytes:
-            raise ValueError(
-                "scheduler.preemption=auto: this runner's blocks have no bytes to weigh; try swap or recompute"
-            )
+        check_limits(config, manager, max_model_len, block_bytes)
         self.costs = PreemptionCost(block_bytes, config.swap_bandwidth_bytes)
         self.manager = manager
         self.config = config
         self.max_model_len = max_model_len
-        if manager.block_size > max_model_len:
-            warnings.warn(
-                f"block_size={manager.block_size} exceeds max_model_len={max_model_len}: no block ever fills, so "
-                "nothing is cached; lower cache.block_size",
-                stacklevel=3,
-            )
         self.table_width = -(-max_model_len // manager.block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -156,64 +86,13 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that moved blocks to the host
         self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
-        self.chunk_tokens = config.chunk_tokens or config.token_budget  # most of one sequence in a step
-
-    @staticmethod
-    def _check_limits(config: SchedulerConfig, max_model_len: int) -> None:
-        if config.token_budget < config.max_num_seqs:
-            raise ValueError(
-                f"token_budget={config.token_budget}: must be at least max_num_seqs={config.max_num_seqs}, or "
-                "decoding sequences would stall; raise the budget or lower max_num_seqs"
-            )
-        if config.chunk_tokens > config.token_budget:
-            raise ValueError(
-                f"chunk_tokens={config.chunk_tokens}: must not exceed token_budget={config.token_budget}; "
-                "lower the chunk or raise the budget"
-            )
-        if config.chunk_tokens and not config.chunked_prefill:
-            raise ValueError(
-                f"chunk_tokens={config.chunk_tokens}: no prompt is cut where chunked_prefill is off; set it to 0 or "
-                "turn chunked_prefill on"
-            )
-        if max_model_len < 1:
-            raise ValueError(f"max_model_len={max_model_len}: must be at least 1")
+        self.chunk_tokens = chunk_tokens(config)  # most of one sequence in a step
 
     # ------------------------------------------------------------------ queue
 
     def check(self, num_prompt_tokens: int, n: int) -> None:
-        """Refuse a request that can never run, before it takes a place in the queue.
-
-        A prompt that fits is accepted even where prompt + max_tokens would not: it then ends with
-        `FinishReason.CAPACITY` (pool) or `LENGTH` (model) at the last token there is room for.
-
-        Raises:
-            ValueError: Names what is needed and what there is.
-        """
-        if num_prompt_tokens < 1:
-            raise ValueError("prompt: holds no token; give at least one")
-        if num_prompt_tokens >= self.max_model_len:
-            raise ValueError(
-                f"prompt of {num_prompt_tokens} tokens: must be shorter than max_model_len={self.max_model_len}, "
-                "to leave room for one new token; shorten it or raise model.max_model_len"
-            )
-        step_tokens = self.chunk_tokens if self.config.chunked_prefill else num_prompt_tokens
-        needed, usable = self.manager.demand(num_prompt_tokens, step_tokens)
-        if needed > usable:
-            raise ValueError(
-                f"prompt of {num_prompt_tokens} tokens: needs {needed} blocks, the pool has "
-                f"{usable} usable; shorten it or raise cache.num_blocks"
-            )
-        if n > self.config.max_num_seqs:
-            raise ValueError(
-                f"n={n}: must not exceed max_num_seqs={self.config.max_num_seqs}, the samples of a request "
-                "(or beam_width, best_of) run together; lower it or raise scheduler.max_num_seqs"
-            )
-        budget = self.config.token_budget
-        if not self.config.chunked_prefill and num_prompt_tokens > budget:
-            raise ValueError(
-                f"prompt of {num_prompt_tokens} tokens: must fit token_budget={budget} where chunked_prefill is "
-                "off; turn it on or raise the budget"
-            )
+        """Raise what makes a request of n sequences impossible to run; see `limits.check_request`."""
+        check_request(self.config, self.manager, self.max_model_len, num_prompt_tokens, n)
 
     def add(self, request: Request) -> None:
         """Queue a request that passed `check`."""
@@ -232,14 +111,10 @@ class Scheduler:
 
     # --------------------------------------------------------------- planning
 
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step; rows is empty where nothing can run.
-
-        Args:
-            now: Logical time, passed on to the manager.
-        """
+    def schedule(self) -> StepPlan[Sequence]:
+        """Plan the next step; rows is empty where nothing can run."""
         self.step += 1
-        rows: list[Row] = []
+        rows: list[Row[Sequence]] = []
         active = {request.number: self._active(request) for request in self.running}
         # Decode tokens are paid for first: no prefill chunk may starve them.
         budget = self.config.token_budget - sum(
@@ -260,7 +135,7 @@ class Scheduler:
         tables = self.manager.tables([row.seq.seq_id for row in rows], self.table_width)
         return StepPlan(self.step, tuple(rows), tables, copies)
 
-    def _continue(self, active: list[Sequence], budget: int) -> tuple[list[Row], int]:
+    def _continue(self, active: list[Sequence], budget: int) -> tuple[list[Row[Sequence]], int]:
         """Rows of a running request's active sequences; none where it lost its blocks to an older one or ended."""
         rows = []
         for seq in active:
@@ -277,7 +152,7 @@ class Scheduler:
             rows.append(self._row(seq, want))
         return rows, budget
 
-    def _admit(self, rows: list[Row], budget: int) -> None:
+    def _admit(self, rows: list[Row[Sequence]], budget: int) -> None:
         """Move waiting requests into the batch while budget, places and blocks last."""
         if not self.waiting:
             return
@@ -335,7 +210,7 @@ class Scheduler:
         request.swapped = False
         return True
 
-    def _start(self, request: Request, rows: list[Row], budget: int) -> int:
+    def _start(self, request: Request, rows: list[Row[Sequence]], budget: int) -> int:
         """Rows of a request that came back from the host, as far as budget and room go; what is left of it."""
         self._run(request)
         for seq in self._active(request):
@@ -381,7 +256,7 @@ class Scheduler:
         end = seq.num_tokens if seq.request.forked else seq.request.fork_at
         return end - seq.num_computed_tokens
 
-    def _row(self, seq: Sequence, num_tokens: int) -> Row:
+    def _row(self, seq: Sequence, num_tokens: int) -> Row[Sequence]:
         start = seq.num_computed_tokens
         end = start + num_tokens
         if seq.request.forked:
@@ -448,7 +323,7 @@ class Scheduler:
     # ---------------------------------------------------------------- results
 
     def update(
-        self, plan: StepPlan, tokens: list[int], logprobs: list[float], now: float
+        self, plan: StepPlan[Sequence], tokens: list[int], logprobs: list[float], now: float
     ) -> list[tuple[int, Sequence]]:
         """Book a step's result: index written blocks, fork samples, append tokens.
 
@@ -481,7 +356,7 @@ class Scheduler:
                 at += 1
         return grown
 
-    def undo(self, plan: StepPlan) -> None:
+    def undo(self, plan: StepPlan[Sequence]) -> None:
         """A plan failed on its way: nobody knows how far it ran, so what it was to write is computed again.
 
         All running requests go back to the queue without their blocks, and swapped ones lose theirs. Contents

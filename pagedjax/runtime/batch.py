@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.request import Sequence as Sample
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine import Sequence, StepPlan
 from pagedjax.kernels import RaggedBatch, plan_ragged
 from pagedjax.kernels.plan import CHUNK_TOKENS
 from pagedjax.runtime.sampling import SamplingBatch
@@ -125,7 +124,7 @@ def pack(
     *,
     block_size: int,
     table_width: int,
-    windows: Sequence[Sequence[int | None]] = ((None,),),
+    windows: Seq[Seq[int | None]] = ((None,),),
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
@@ -153,7 +152,7 @@ def pack(
         tokens[at : at + row.num_tokens] = row.seq.chain.tokens[start:end]
         positions[at : at + row.num_tokens] = np.arange(start, end, dtype=np.int32)
         at += row.num_tokens
-    sequences: list[Sample] = [seq for row in rows for seq in row.samples]
+    sequences: list[Sequence] = [seq for row in rows for seq in row.samples]
     sample_index[: len(sequences)] = np.repeat(np.cumsum(lens) - 1, [len(row.samples) for row in rows])
     tables = plan.tables if rows else [np.zeros((0, table_width), np.int32)] * len(windows)
     ragged = tuple(

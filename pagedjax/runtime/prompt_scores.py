@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from pagedjax.engine import TokenScores
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.runtime.sampling import score_tokens
 
 Array = Any

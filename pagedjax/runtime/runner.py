@@ -14,7 +14,7 @@ from jax.experimental.layout import Format, Layout
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import StepResult
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
@@ -87,7 +87,6 @@ class JaxRunner:
         self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
         windows = _windows(model, self.layouts)
         self.pool_blocks = tuple(layout.num_blocks for layout in self.layouts)
-        self.num_blocks = self.pool_blocks[0]
         self.block_size = self.layout.block_size
         self.buckets = buckets or Buckets(config)
         self.pools: tuple[KVPool, ...] = tuple(make_pool(layout) for layout in self.layouts)
@@ -185,7 +184,7 @@ class JaxRunner:
             on_done: Called after each bucket.
             buckets: Which; None is the whole ladder. Others compile when they are first needed.
         """
-        empty = StepPlan(0, (), (), CopyPlan())
+        empty: StepPlan = StepPlan(0, (), (), CopyPlan())
         self.pools = self.copies.warm_up(self.pools)
         for bucket in self.buckets.ladder if buckets is None else buckets:
             self._dispatch(bucket, self._pack(empty, bucket))
@@ -203,7 +202,7 @@ class JaxRunner:
         """
         layouts = self.layouts if layout is None else (layout,)
         pools = tuple(KVPool(jax.ShapeDtypeStruct(l.shape, l.dtype), l) for l in layouts)  # type: ignore[arg-type]
-        empty = StepPlan(0, (), (), CopyPlan())
+        empty: StepPlan = StepPlan(0, (), (), CopyPlan())
         return self.params, pools, self._pack(empty, bucket)
 
     def lower(self, bucket: Bucket, layout: KVLayout | None = None) -> jax.stages.Lowered:

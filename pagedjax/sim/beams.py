@@ -14,7 +14,7 @@ import numpy as np
 from pagedjax.engine import Runner, StepResult
 from pagedjax.engine.beam import num_candidates
 from pagedjax.engine.request import SamplingParams, Sequence
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 
 
 class Candidates(Protocol):
@@ -91,9 +91,9 @@ class RecordedBeams:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self.num_blocks = runner.num_blocks
+        self.pool_blocks = runner.pool_blocks
         self.block_size = runner.block_size
-        self.block_bytes: tuple[int, ...] = getattr(runner, "block_bytes", ())
+        self.block_bytes = runner.block_bytes
         self.sampling: dict[str, SamplingParams] = {}
         self._runner = runner
         self._rows: dict[tuple[str, tuple[int, ...]], list[tuple[np.ndarray, np.ndarray]]] = {}

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import numpy as np
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
-from pagedjax.engine.request import Request, RequestOutput, SamplingParams
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.quiet import book_quiet_steps, num_quiet_steps
+from pagedjax.engine.request import Request, RequestOutput, SamplingParams, Sequence
+from pagedjax.engine.step import StepPlan
 from pagedjax.sim.beams import Beams, Candidates, RecordedBeams
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize
@@ -44,7 +45,7 @@ class SimRunner:
     """Stands in for the device: knows what will be answered and how long it takes.
 
     Args:
-        num_blocks / block_size: As the manager counts them.
+        pool_blocks / block_size: As the manager counts them.
         step_s: Seconds a plan takes.
         clock: Advanced by it.
         answers: (request id, sample, position in the answer) → token.
@@ -55,7 +56,7 @@ class SimRunner:
 
     def __init__(
         self,
-        num_blocks: int,
+        pool_blocks: tuple[int, ...],
         block_size: int,
         step_s: Callable[[StepPlan], float],
         clock: Clock,
@@ -64,7 +65,7 @@ class SimRunner:
         block_bytes: tuple[int, ...] = (),
         copy_s: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.pool_blocks = pool_blocks
         self.block_size = block_size
         self._step_s = step_s
         self._clock = clock
@@ -208,7 +209,7 @@ class Instance:
         self._ahead: np.ndarray | None = None  # ends of the quiet steps found, the first entry is now
         candidates: Candidates | None = beams.drawn() if isinstance(beams, Beams) else beams
         runner = SimRunner(
-            manager.num_blocks,
+            manager.pool_blocks,
             manager.block_size,
             self._timed,
             self.clock,
@@ -231,6 +232,10 @@ class Instance:
         if request.output_ids is not None and sample == 0:
             return int(request.output_ids[position])
         return _OWN_ANSWER + int(request_id) * self.n + sample
+
+    def _answers(self, seq: Sequence, count: int) -> list[int]:
+        first = seq.num_output_tokens
+        return [self._answer(seq.request.request_id, seq.index, first + i) for i in range(count)]
 
     def _timed(self, plan: StepPlan) -> float:
         for row in plan.rows:
@@ -296,26 +301,15 @@ class Instance:
     def look_ahead(self) -> None:
         """Find the decode steps in which nothing can happen but the next token, without planning each.
 
-        Nothing waits that could be admitted, no answer ends and no block fills: then every step reserves inside
-        blocks that are there, and books one token per row. They count as long as nobody is added.
+        Which these are the scheduler's room says (`engine.quiet`). They count as long as nobody is added.
         """
         self._ahead = None
         scheduler = self.engine.scheduler
-        running = scheduler.running
-        if not running or (scheduler.waiting and scheduler.num_running_seqs < scheduler.config.max_num_seqs):
-            return
-        size, cached, count = scheduler.manager.block_size, 0, _MOST_SKIPPED
-        for request in running:
-            seq = request.sequences[0]
-            done, length = seq.num_computed_tokens, len(seq.chain)
-            # One token to feed may also be the end of a prompt: then the step brings the first answer.
-            if length - done != 1 or done % size == 0 or not seq.num_output_tokens:
-                return
-            cached += done
-            left = request.sampling.max_tokens - (length - request.num_prompt_tokens)
-            count = min(count, left - 1, size - done % size - 1, scheduler.max_model_len - length - 1)
+        count = num_quiet_steps(scheduler, _MOST_SKIPPED)
         if count < 1 or self._cost is None:
             return
+        running = scheduler.running
+        cached = sum(request.sequences[0].num_computed_tokens for request in running)
         again = 0
         if self._cost.hardware.shared_read < 1:
             tables = [scheduler.manager.table(request.sequences[0].seq_id) for request in running]
@@ -333,13 +327,7 @@ class Instance:
         if count < 1:
             return
         scheduler = self.engine.scheduler
-        scheduler.step += count
-        for request in scheduler.running:
-            seq = request.sequences[0]
-            first = seq.num_output_tokens
-            seq.chain.extend([self._answer(request.request_id, 0, first + i) for i in range(count)])
-            seq.num_computed_tokens += count
-            scheduler.manager.commit(seq.seq_id, seq.num_computed_tokens, scheduler.step)
+        book_quiet_steps(scheduler, count, self._answers, float(ends[count]))
         busy = float(ends[count] - ends[0])
         self.clock.now = float(ends[count])
         self.result.num_steps += count

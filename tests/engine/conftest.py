@@ -17,7 +17,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
 from pagedjax.engine.request import MAX_CANDIDATES, RequestOutput, SamplingParams
-from pagedjax.engine.scheduler import StepPlan
+from pagedjax.engine.step import StepPlan
 
 VOCAB = 97
 UNWRITTEN = -1
@@ -47,7 +47,7 @@ class ToyRunner:
 
     def __init__(self, manager: PagedManager) -> None:
         self.manager = manager
-        self.num_blocks = manager.num_blocks
+        self.pool_blocks = manager.pool_blocks
         self.block_size = manager.block_size
         self.pool = np.full((manager.num_blocks, manager.block_size), UNWRITTEN, np.int64)
         self.host = np.full((manager.host_blocks, manager.block_size), UNWRITTEN, np.int64)

@@ -92,7 +92,7 @@ def test_bad_options_of_add_leave_nothing_queued(make_engine, options, part):
     engine = make_engine()
     with pytest.raises(ValueError, match=part):
         engine.add([1, 2, 3], **options)
-    assert not engine.has_work and not engine._requests and not engine._streams
+    assert not engine.has_work and not engine._requests and not engine._outputs._streams
 
 
 @pytest.mark.parametrize("salt", [3, "", b"x", "\ud800"], ids=ascii)

@@ -310,21 +310,27 @@ def test_step_args_are_what_the_step_takes(tiny, make_engine):
 def test_a_plan_is_not_read_after_its_buffers_change(tiny, make_engine, run_all, greedy_judge):
     """Each step gets fresh arrays: overwriting the last plan's tables changes no later token."""
     engine = make_engine(tiny)
+    execute = engine.runner.execute
 
-    def scribble(record):
-        for table in record.plan.tables:
+    def scribble(plan):
+        result = execute(plan)
+        for table in plan.tables:
             table[:] = 7
+        return result
 
-    engine.on_step = scribble
+    engine.runner.execute = scribble
     prompt = list(range(40, 60))
-    request_id = engine.add(prompt, greedy(10))
-    assert list(run_all(engine)[request_id].outputs[0].token_ids) == greedy_judge(prompt, 10)
+    try:
+        request_id = engine.add(prompt, greedy(10))
+        assert list(run_all(engine)[request_id].outputs[0].token_ids) == greedy_judge(prompt, 10)
+    finally:
+        del engine.runner.execute
 
 
 def test_manager_and_runner_of_different_sizes_are_refused(tiny, make_engine):
     engine = make_engine(tiny)
     manager = PagedManager(num_blocks=65, block_size=4)
-    with pytest.raises(ValueError, match="num_blocks"):
+    with pytest.raises(ValueError, match="pool_blocks"):
         type(engine)(manager, engine.runner, engine.scheduler.config, max_model_len=64)
 
 

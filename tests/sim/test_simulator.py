@@ -13,7 +13,8 @@ from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
-from pagedjax.engine.scheduler import Scheduler, StepPlan
+from pagedjax.engine.scheduler import Scheduler
+from pagedjax.engine.step import StepPlan
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
@@ -238,9 +239,9 @@ def _skips_alike(seed: int) -> tuple[int, int]:
         planned = []
         step = Scheduler.schedule
 
-        def counted(self: Scheduler, now: float, step: Any = step, planned: Any = planned) -> StepPlan:
-            planned.append(now)
-            return step(self, now)
+        def counted(self: Scheduler, step: Any = step, planned: Any = planned) -> StepPlan:
+            planned.append(self.step)
+            return step(self)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scheduler, "schedule", counted)

@@ -1,0 +1,91 @@
+"""What can never run is refused at the door: limits of a step that contradict each other, requests beyond them."""
+
+from __future__ import annotations
+
+import warnings
+
+from pagedjax.cache import KVCacheManager
+from pagedjax.config import SchedulerConfig
+
+
+def chunk_tokens(config: SchedulerConfig) -> int:
+    """Most tokens of one sequence in a step. Without chunked prefill a prompt is one chunk, as long as a step."""
+    return (config.chunk_tokens or config.token_budget) if config.chunked_prefill else config.token_budget
+
+
+def check_limits(
+    config: SchedulerConfig, manager: KVCacheManager, max_model_len: int, block_bytes: tuple[int, ...]
+) -> None:
+    """Refuse limits that contradict each other; warn of blocks that never fill.
+
+    Raises:
+        ValueError: Names both, or says that preemption asks for a host that is not there.
+    """
+    if config.token_budget < config.max_num_seqs:
+        raise ValueError(
+            f"token_budget={config.token_budget}: must be at least max_num_seqs={config.max_num_seqs}, or "
+            "decoding sequences would stall; raise the budget or lower max_num_seqs"
+        )
+    if config.chunk_tokens > config.token_budget:
+        raise ValueError(
+            f"chunk_tokens={config.chunk_tokens}: must not exceed token_budget={config.token_budget}; "
+            "lower the chunk or raise the budget"
+        )
+    if max_model_len < 1:
+        raise ValueError(f"max_model_len={max_model_len}: must be at least 1")
+    if config.preemption != "recompute" and not manager.host_blocks:
+        raise ValueError(
+            f"scheduler.preemption={config.preemption}: needs host blocks to swap to; set cache.host_blocks or "
+            "preemption=recompute"
+        )
+    if config.preemption == "auto" and not block_bytes:
+        raise ValueError(
+            "scheduler.preemption=auto: this runner's blocks have no bytes to weigh; try swap or recompute"
+        )
+    if manager.block_size > max_model_len:
+        warnings.warn(
+            f"block_size={manager.block_size} exceeds max_model_len={max_model_len}: no block ever fills, so "
+            "nothing is cached; lower cache.block_size",
+            stacklevel=4,
+        )
+
+
+def check_request(
+    config: SchedulerConfig, manager: KVCacheManager, max_model_len: int, num_prompt_tokens: int, n: int
+) -> None:
+    """Refuse a request that can never run, before it takes a place in the queue.
+
+    A prompt that fits is accepted even where prompt + max_tokens would not: it then ends with
+    `FinishReason.CAPACITY` (pool) or `LENGTH` (model) at the last token there is room for.
+
+    Args:
+        num_prompt_tokens: Of the prompt.
+        n: Sequences that run together for it.
+
+    Raises:
+        ValueError: Names what is needed and what there is.
+    """
+    if num_prompt_tokens < 1:
+        raise ValueError("prompt: holds no token; give at least one")
+    if num_prompt_tokens >= max_model_len:
+        raise ValueError(
+            f"prompt of {num_prompt_tokens} tokens: must be shorter than max_model_len={max_model_len}, "
+            "to leave room for one new token; shorten it or raise model.max_model_len"
+        )
+    step_tokens = chunk_tokens(config) if config.chunked_prefill else num_prompt_tokens
+    needed, usable = manager.demand(num_prompt_tokens, step_tokens)
+    if needed > usable:
+        raise ValueError(
+            f"prompt of {num_prompt_tokens} tokens: needs {needed} blocks, the pool has "
+            f"{usable} usable; shorten it or raise cache.num_blocks"
+        )
+    if n > config.max_num_seqs:
+        raise ValueError(
+            f"n={n}: must not exceed max_num_seqs={config.max_num_seqs}, the samples of a request "
+            "(or beam_width, best_of) run together; lower it or raise scheduler.max_num_seqs"
+        )
+    if not config.chunked_prefill and num_prompt_tokens > config.token_budget:
+        raise ValueError(
+            f"prompt of {num_prompt_tokens} tokens: must fit token_budget={config.token_budget} where "
+            "chunked_prefill is off; turn it on or raise the budget"
+        )

@@ -1,0 +1,213 @@
+"""What crosses the seam in one step: the plan, its rows, the result, the runner's protocol, and the record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from pagedjax.cache import CopyPlan
+from pagedjax.engine.request import FinishReason, Sequence
+
+S = TypeVar("S")  # Sequence while a step is made, SequenceRecord once it is over
+
+
+class Row(NamedTuple, Generic[S]):
+    """Tokens of one sequence in one step.
+
+    Attributes:
+        seq: The sequence whose tokens `[start, start + num_tokens)` are fed.
+        start: Position of the first token fed; KV of all positions before it is in the pool.
+        num_tokens: Tokens fed, at least 1.
+        samples: Sequences that draw their next token from the row's last logits: none in the middle
+            of a prompt, the sequence itself in general, all n samples at the end of a shared prompt.
+    """
+
+    seq: S
+    start: int
+    num_tokens: int
+    samples: tuple[S, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan(Generic[S]):
+    """All that crosses from the host half to the device half in one step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        rows: Rows of one token first (they take the decode path of the kernels), then longer ones.
+        tables: One i32[S, M] block table per KV group, a row per `rows` entry, null-padded.
+        copies: Block copies to run before the step computes.
+    """
+
+    step: int
+    rows: tuple[Row[S], ...]
+    tables: tuple[np.ndarray, ...]
+    copies: CopyPlan
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(row.samples) for row in self.rows)
+
+    @property
+    def num_named_blocks(self) -> int:
+        """Blocks the rows would hold if none were shared; all KV groups together."""
+        return sum(int(np.count_nonzero(table)) for table in self.tables)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks the rows hold; 1 - held / named is what sharing saves in this step."""
+        return sum(len(np.unique(table[table > 0])) for table in self.tables)
+
+
+class TokenScores(NamedTuple):
+    """What the model gave to n given tokens, and the likeliest tokens in their places.
+
+    Attributes:
+        logprobs: f32[n], natural log.
+        ranks: i32[n], 1 is the likeliest.
+        top_ids: i32[n, K], best first.
+        top_logprobs: f32[n, K].
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a runner gives back for a plan.
+
+    Attributes:
+        tokens: One per sample, in row order.
+        logprobs: One per sample, natural log; empty where the runner computes none.
+        ranks: One per sample, of its token among all (1 is the likeliest); empty where nobody asked.
+        top_ids: i32[Q, K], a row per sample: the likeliest tokens, best first. None where nobody asked:
+            beams ask always (see `pagedjax.engine.beam`), others with logprobs=k.
+        top_logprobs: f32[Q, K], natural log, of these.
+        prompt: Number of a row whose request asked for `prompt_logprobs` → scores of the prompt tokens at
+            positions [row.start + 1, row.start + num_tokens], as far as they are prompt.
+        elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
+        pack_s: Of these, seconds spent building arrays on the host.
+        dispatch_s: Of these, seconds until the device call returned to the host.
+        copy_s: Of these, seconds spent on the plan's block copies.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    elapsed_s: float
+    pack_s: float = 0.0
+    dispatch_s: float = 0.0
+    copy_s: float = 0.0
+    ranks: Seq[int] = ()
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt: Mapping[int, TokenScores] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Executes plans; owns the KV pools, or stands in for them.
+
+    Attributes:
+        pool_blocks: Blocks that the pool of each KV group holds, the null block included; the manager's must be equal.
+        block_size: Tokens per block of the pools.
+        block_bytes: Bytes of one block of each group; empty where nothing weighs them.
+    """
+
+    block_size: int
+
+    @property
+    def pool_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]: ...
+
+    def execute(self, plan: StepPlan[Sequence]) -> StepResult:
+        """Run the plan's copies, then compute its rows."""
+        ...
+
+    def recover(self) -> bool:
+        """After a step that failed: make the pool usable again. Says whether its contents are lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """A sequence as it stood in one step.
+
+    Attributes:
+        seq_id, index: Its number, and which of its request's samples it is.
+        request_id: Its request.
+        num_prompt_tokens: Of its request.
+        num_tokens: Prompt and generated tokens as the step began; what the step drew is not among them.
+        finish_reason: Why it ended with this step; None: it goes on.
+    """
+
+    seq_id: int
+    index: int
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as the metrics hook sees it; seconds are on the engine's clock.
+
+    Holds values of its step: kept, it stays what it was.
+
+    Attributes:
+        plan: What ran; its arrays are read-only.
+        result: What came back.
+        schedule_s: Seconds to plan.
+        commit_s: Seconds to book the result: indexing, forks, stop rules.
+    """
+
+    plan: StepPlan[SequenceRecord]
+    result: StepResult
+    schedule_s: float
+    commit_s: float
+
+
+class Lengths:
+    """Takes down how long a plan's sequences are before its result is booked, for the record after it."""
+
+    def __init__(self, plan: StepPlan[Sequence]) -> None:
+        self._plan = plan
+        seqs = {seq.seq_id: seq for row in plan.rows for seq in (row.seq, *row.samples)}
+        self._before = {seq_id: (seq, seq.index, seq.num_tokens) for seq_id, seq in seqs.items()}
+
+    def record(self) -> StepPlan[SequenceRecord]:
+        """The plan with its sequences as they stood, called once the result is booked."""
+        plan = self._plan
+        known = {
+            seq_id: SequenceRecord(
+                seq_id,
+                index,
+                seq.request.request_id,
+                seq.request.num_prompt_tokens,
+                num_tokens,
+                seq.finish_reason,
+            )
+            for seq_id, (seq, index, num_tokens) in self._before.items()
+        }
+        rows = tuple(
+            Row(known[row.seq.seq_id], row.start, row.num_tokens, tuple(known[s.seq_id] for s in row.samples))
+            for row in plan.rows
+        )
+        for array in (
+            *plan.tables,
+            *(ids for batch in plan.copies.batches for ids in (batch.src, batch.dst)),
+        ):
+            array.setflags(write=False)
+        return replace(plan, rows=rows)  # type: ignore[arg-type, return-value]

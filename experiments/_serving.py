@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import FOLDER
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
+from pagedjax.paths import shipped
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 
-CONFIGS = FOLDER.parent / "configs"
+CONFIGS = shipped("configs")
 BLOCK = 16
 KV_SLOTS = 15_700  # Table 1: "max KV slots" of a 13B model on one A100-40GB
 MAX_LEN = 2048

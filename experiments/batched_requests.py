@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import (
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell, ratio
+from pagedjax.sim.simulator import simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
@@ -24,8 +27,6 @@ from experiments._serving import (
     memory_watch,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, Value, cell, ratio
-from pagedjax.sim.simulator import simulate
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}
 BATCHES = {"sharegpt": (7.00, 9.81, 13.62, 30.42), "alpaca": (7.00, 43.24, 72.75, 132.44)}
@@ -77,7 +78,6 @@ def _plot(rows: list[Row], axes: Any) -> None:
         axes.bar(
             [i + 0.2 * (2 * k) for i in range(len(own))],
             [r["batch"] for r in own],
-            0.2,
             label=f"{name}, ours",
         )
         printed = BATCHES[name][: len(own)]
@@ -106,20 +106,19 @@ EXPERIMENT = Experiment(
                 paper,
                 _FIG,
                 _value(name, system, "batch"),
-                0.15,
             )
             for name, values in BATCHES.items()
             for system, paper in zip(SYSTEMS, values)
         ),
-        Claim("ShareGPT: paged over Oracle", 2.2, _FIG, _ratio("sharegpt", "orca-oracle"), 0.15),
-        Claim("ShareGPT: paged over Max", 4.3, _FIG, _ratio("sharegpt", "orca-max"), 0.15),
+        Claim("ShareGPT: paged over Oracle", 2.2, _FIG, _ratio("sharegpt", "orca-oracle")),
+        Claim("ShareGPT: paged over Max", 4.3, _FIG, _ratio("sharegpt", "orca-max")),
         *(
             Claim(
                 f"ShareGPT, {system}: token states",
                 paper,
                 "PagedAttention Fig. 2",
                 _value("sharegpt", system, "token_states_of_used" if system == "paged" else "token_states"),
-                None if system == "orca-max" else 0.06 / paper,  # six points; the first is an input
+                "input" if system == "orca-max" else "figure",
             )
             for system, paper in zip(SYSTEMS, TOKEN_STATES)
         ),

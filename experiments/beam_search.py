@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import (
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.sim.simulator import Beams, simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
@@ -22,8 +25,6 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, Value, cell
-from pagedjax.sim.simulator import Beams, simulate
 
 PRINTED = {2: 0.3756, 4: 0.5313, 6: 0.5516}
 GAPS = (0.5, 1.0, 2.0)  # nats from one candidate to the next: how sharp the model is
@@ -90,7 +91,7 @@ EXPERIMENT = Experiment(
     ),
     claims=(
         *(
-            Claim(f"Alpaca, width {w}", v, "PagedAttention Fig. 15", _value("alpaca", w), 0.15)
+            Claim(f"Alpaca, width {w}", v, "PagedAttention Fig. 15", _value("alpaca", w))
             for w, v in PRINTED.items()
         ),
         Claim("ShareGPT, width 2", 0.443, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2)),

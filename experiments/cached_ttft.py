@@ -7,12 +7,13 @@ decoder. Cost: a minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._decoder import NOTE, SIZES, Decoder, tokens
-from experiments.common import Claim, Experiment, Row, Unit
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value
+
+from ._decoder import NOTE, SIZES, Decoder, tokens
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -62,12 +63,12 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
         }
 
 
-def _gain(longest: bool, column: str) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
+def _gain(longest: bool, column: str) -> Value:
+    def pick(rows: list[Row]) -> list[float]:
         shortest = min(r["output_tokens"] for r in rows)
         own = [r for r in rows if (r["longest"] if longest else r["output_tokens"] == shortest)]
         best = max(own, key=lambda r: r["cached_tokens"])
-        return 1 / best[column]
+        return [1 / best[column]]
 
     return pick
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments._serving import ALPACA, ALPACA_TEXT, CONFIGS, MAX_LEN, TURNS, WMT, cost, manager, workload
-from experiments._serving import SCHEDULER as PAPERS
-from experiments.common import Claim, Experiment, Row, Unit, cell
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
+from pagedjax.lab import Claim, Experiment, Row, Unit, cell
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
+
+from ._serving import ALPACA, ALPACA_TEXT, CONFIGS, MAX_LEN, TURNS, WMT, cost, manager, workload
+from ._serving import SCHEDULER as PAPERS
 
 CAPS = (32, 128, 512, 1536)  # on the answer's length
 RATES = (1.0, 4.0)
@@ -223,7 +224,7 @@ EXPERIMENT = Experiment(
                 value,
                 where,
                 cell("simulated", least=_LEAST, source=source, figure=name),
-                0.05,
+                "input",
             )
             for source, engine, where in (
                 ("repetition", "vLLM 0.1.2", "repetition of the benchmark"),
@@ -237,7 +238,7 @@ EXPERIMENT = Experiment(
                 getattr(_FILE, name),
                 "configs/hardware/a100-40gb.toml",
                 cell("simulated", least=_LEAST, source=source, figure=name),
-                0.1,
+                "input",
             )
             for source, name in (*(("repetition", n) for n in CONSTANTS), ("ChunkAttention", "shared_read"))
         ),

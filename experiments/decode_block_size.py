@@ -7,12 +7,13 @@ Cost: a minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._decoder import NOTE, SEQS, SIZES, Decoder, tokens
-from experiments.common import Claim, Experiment, Row, Unit
+from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+
+from ._decoder import NOTE, SEQS, SIZES, Decoder, tokens
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -52,14 +53,6 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
         }
 
 
-def _at(size: int) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
-        own = [r["over_16"] for r in rows if r["block_size"] == size]
-        return own[0] if own else None
-
-    return pick
-
-
 def _plot(rows: list[Row], axes: Any) -> None:
     axes.plot([r["block_size"] for r in rows], [r["ms_per_step"] for r in rows], marker="o")
     axes.set_xscale("log", base=2)
@@ -75,7 +68,12 @@ EXPERIMENT = Experiment(
         f"8 sequences of 512 tokens, 64 steps, prompts cached, best of 5 interleaved rounds; decoder: {SIZES}"
     ),
     claims=tuple(
-        Claim(f"block size {size}: step time over that at 16", None, "our decoder", _at(size))
+        Claim(
+            f"block size {size}: step time over that at 16",
+            None,
+            "our decoder",
+            cell("over_16", block_size=size),
+        )
         for size in (8, 32, 128)
     ),
     units=_units,

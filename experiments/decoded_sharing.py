@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments._serving import ALPACA, blocks_watch, workload
-from experiments._serving import ALPACA_TEXT as DATA
-from experiments.beam_search import GAP
-from experiments.common import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import SamplingParams
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
+
+from ._serving import ALPACA, blocks_watch, workload
+from ._serving import ALPACA_TEXT as DATA
+from .beam_search import GAP
 
 PRINTED = {
     "beam search": {2: 0.3756, 4: 0.5313, 6: 0.5516},
@@ -182,7 +183,6 @@ EXPERIMENT = Experiment(
             value,
             "PagedAttention Fig. 15",
             _value(method, w),
-            0.15,
         )
         for method, printed in PRINTED.items()
         for w, value in printed.items()

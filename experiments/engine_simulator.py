@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments._decoder import NOTE, SIZES, Decoder, tokens
-from experiments.common import Claim, Experiment, Row, Unit, cell
 from pagedjax.engine import StepRecord
 from pagedjax.engine.request import RequestOutput
 from pagedjax.engine.step import StepPlan
+from pagedjax.lab import Claim, Experiment, Row, Unit, cell
 from pagedjax.sim.simulator import hash_plan, simulate
 from pagedjax.sim.trace import Trace, TraceRequest
+
+from ._decoder import NOTE, SIZES, Decoder, tokens
 
 if TYPE_CHECKING:
     from pagedjax.runtime import Bucket
@@ -134,7 +135,7 @@ EXPERIMENT = Experiment(
                 1.0,
                 "a simulator must",
                 cell("equal_plans", index=i),
-                1e-9,
+                "identity",
             )
             for i in INDEXES
         ),
@@ -144,7 +145,6 @@ EXPERIMENT = Experiment(
                 1.0,
                 "a simulator should",
                 cell("time", index=i),
-                0.2,
             )
             for i in INDEXES
         ),

@@ -8,13 +8,13 @@ Cost: about 3 minutes. Belady bounds block requests and is no proven optimum for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Claim, Experiment, Row, Unit
 from pagedjax.cache import POLICIES
 from pagedjax.cache.policies import Belady
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value
 from pagedjax.sim.curve import belady_bound, load_references
 from pagedjax.sim.replay import PolicyStore, future_of, replay
 from pagedjax.sim.trace import Trace, open_trace
@@ -54,10 +54,10 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     yield row
 
 
-def _lead(trace: str, capacity: int, worse: str) -> Callable[[list[Row]], float | None]:
-    def pick(rows: list[Row]) -> float | None:
+def _lead(trace: str, capacity: int, worse: str) -> Value:
+    def pick(rows: list[Row]) -> list[float]:
         own = [r for r in rows if (r["trace"], r["capacity_blocks"]) == (trace, capacity)]
-        return own[0]["lru"] - own[0][worse] if own else None
+        return [r["lru"] - r[worse] for r in own[:1]]
 
     return pick
 

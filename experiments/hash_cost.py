@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import Experiment, Row, Unit
 from pagedjax.cache import TokenChain
 from pagedjax.cache.hashing import HASHES
+from pagedjax.lab import Experiment, Row, Unit
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:

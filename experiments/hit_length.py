@@ -2,17 +2,17 @@
 
 Source: the rule itself (PagedAttention §4.4; vLLM's automatic prefix caching). Only full blocks are
 shared, and the last prompt token is always computed. Cost: seconds.
-    pagedjax experiment run hit-length --prompt 14 --prefix 10 --block-size 4
+    pagedjax experiment run hit-length --set prompt=14 --set prefix=10 --set block_size=4
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Claim, Experiment, Row, Unit
 from pagedjax.cache import PagedManager, TokenChain
+from pagedjax.lab import Claim, Experiment, Row, Unit, cell
 
 PROMPT = 256
 
@@ -41,32 +41,31 @@ def count(prompt: int, prefix: int, block_size: int) -> int:
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
     sizes = (4, 16) if smoke else (1, 4, 8, 16, 32, 64, 128)
-    cases = [{"prompt": 14, "prefix": 10, "block_size": 4}]
     step = 64 if smoke else 8
-    return [{"cases": cases}] + [
-        {"cases": [{"prompt": PROMPT, "prefix": p, "block_size": b} for p in range(0, PROMPT + 1, step)]}
-        for b in sizes
+    return [
+        {"prompt": 14, "prefix": 10, "block_size": 4},
+        *(
+            {"prompt": PROMPT, "prefix": prefix, "block_size": size}
+            for size in sizes
+            for prefix in range(0, PROMPT + 1, step)
+        ),
     ]
 
 
 def _run(unit: Unit, data: Path) -> Iterator[Row]:
-    for case in unit["cases"]:
-        hit = count(**case)
-        yield {**case, "hit_tokens": hit, "computed_tokens": case["prompt"] - hit}
+    hit = count(**unit)
+    yield {**unit, "hit_tokens": hit, "computed_tokens": unit["prompt"] - hit}
 
 
-def draw(options: Mapping[str, int]) -> str:
+def draw(unit: Unit) -> str:
     """The blocks of one case: # hit, . computed."""
-    case = {"prompt": 14, "prefix": 10, "block_size": 4, **options}
-    if case["prompt"] > 10_000:
-        raise ValueError(
-            f"prompt={case['prompt']}: must be at most 10,000 tokens to be drawn; draw a shorter one"
-        )
-    hit = count(**case)
-    cells = ["#" if i < hit else "." for i in range(case["prompt"])]
-    size = case["block_size"]
+    prompt, size = unit["prompt"], unit["block_size"]
+    if prompt > 10_000:
+        raise ValueError(f"prompt={prompt}: must be at most 10,000 tokens to be drawn; draw a shorter one")
+    hit = count(**unit)
+    cells = ["#" if i < hit else "." for i in range(prompt)]
     blocks = "|".join("".join(cells[i : i + size]) for i in range(0, len(cells), size))
-    return f"|{blocks}|\n{hit} hit (#), {case['prompt'] - hit} computed (.)"
+    return f"|{blocks}|\n{hit} hit (#), {prompt - hit} computed (.)"
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Hit length</title>
@@ -99,12 +98,7 @@ def _plot(rows: list[Row], axes: Any) -> None:
     axes.legend(title="block size", fontsize=8)
 
 
-def _case(rows: list[Row], column: str) -> float | None:
-    return next(
-        (float(r[column]) for r in rows if (r["prompt"], r["prefix"], r["block_size"]) == (14, 10, 4)), None
-    )
-
-
+_CASE = {"prompt": 14, "prefix": 10, "block_size": 4}
 EXPERIMENT = Experiment(
     name="hit-length",
     question="How many tokens of a prompt come from the cache, by prefix length and block size?",
@@ -112,9 +106,13 @@ EXPERIMENT = Experiment(
     definition="tokens that PagedManager.begin takes from the cache after the prefix was served once",
     claims=(
         Claim(
-            "prompt 14, prefix 10, block size 4: hit", 8.0, "the rule", lambda r: _case(r, "hit_tokens"), 0.0
+            "prompt 14, prefix 10, block size 4: hit",
+            8.0,
+            "the rule",
+            cell("hit_tokens", **_CASE),
+            "identity",
         ),
-        Claim("the same: computed", 6.0, "the rule", lambda r: _case(r, "computed_tokens"), 0.0),
+        Claim("the same: computed", 6.0, "the rule", cell("computed_tokens", **_CASE), "identity"),
     ),
     units=_units,
     run=_run,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Claim, Experiment, Row, Unit
 from pagedjax.cache import INDEXES, PagedManager, TokenChain
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
 from pagedjax.sim.synth import agents, chat, document_questions, few_shot, system_prompt
 from pagedjax.sim.trace import Trace
 
@@ -58,13 +58,13 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _difference(rows: list[Row]) -> float | None:
+def _difference(rows: list[Row]) -> list[float]:
     by = {(r["traffic"], r["index"]): r["hit_tokens"] for r in rows}
-    return float(sum(abs(by[t, "hash"] - by[t, "radix"]) for t in TRAFFIC))
+    return [float(sum(abs(by[t, "hash"] - by[t, "radix"]) for t in TRAFFIC if (t, "hash") in by))]
 
 
-def _share(traffic: str) -> Callable[[list[Row]], float | None]:
-    return lambda rows: next(r["hit_engine"] for r in rows if (r["traffic"], r["index"]) == (traffic, "hash"))
+def _share(traffic: str) -> Value:
+    return cell("hit_engine", traffic=traffic, index="hash")
 
 
 def _plot(rows: list[Row], axes: Any) -> None:
@@ -86,7 +86,13 @@ EXPERIMENT = Experiment(
         "another, answers cached too; prompt tokens taken from the cache over prompt tokens"
     ),
     claims=(
-        Claim("hash and radix: tokens of difference", 0.0, "same blocks, two structures", _difference, 0.0),
+        Claim(
+            "hash and radix: tokens of difference",
+            0.0,
+            "same blocks, two structures",
+            _difference,
+            "identity",
+        ),
         Claim("customer service: share from the cache", None, "our traffic", _share("customer service")),
         Claim("document analysis, two questions each", None, "our traffic", _share("document analysis")),
     ),

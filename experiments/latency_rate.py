@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments._serving import (
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value
+from pagedjax.sim.simulator import simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
@@ -29,8 +32,6 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, Value
-from pagedjax.sim.simulator import simulate
 
 _SHARING = ("orca-oracle", "paged", "paged+sharing")
 # Model, systems, seconds of arrivals, and a rate that every system sustains.
@@ -96,9 +97,9 @@ def _sustained(rows: list[Row], name: str, system: str) -> float | None:
 
 
 def _over(name: str, system: str, other: str) -> Value:
-    def pick(rows: list[Row]) -> float | None:
+    def pick(rows: list[Row]) -> list[float]:
         ours, theirs = _sustained(rows, name, system), _sustained(rows, name, other)
-        return ours / theirs if ours and theirs else None
+        return [ours / theirs] if ours and theirs else []
 
     return pick
 
@@ -141,7 +142,6 @@ EXPERIMENT = Experiment(
                 paper,
                 "PagedAttention §6.4",
                 _over(f"wmt-{prefix}", "paged+sharing", "orca-oracle"),
-                0.15,
             )
             for prefix, paper in ((80, 1.67), (341, 3.58))
         ),
@@ -166,7 +166,6 @@ EXPERIMENT = Experiment(
                 2.0,
                 "PagedAttention §6.5",
                 _over("chatbot", "paged", s),
-                0.15,
             )
             for s in SYSTEMS[:-1]
         ),

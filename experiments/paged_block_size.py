@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import (
+from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.sim.simulator import simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
@@ -22,8 +25,6 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, ratio
-from pagedjax.sim.simulator import simulate
 
 SIZES = (8, 16, 32, 64, 128, 256)
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}  # of Fig. 13

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import (
+from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.sim.simulator import simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
@@ -22,8 +25,6 @@ from experiments._serving import (
     manager,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, Value, cell
-from pagedjax.sim.simulator import simulate
 
 PRINTED = {2: 0.0609, 4: 0.0853, 6: 0.0979}
 COUNT = {"alpaca": 300, "sharegpt": 400}
@@ -77,13 +78,13 @@ EXPERIMENT = Experiment(
     definition="1 - distinct blocks over blocks named by all tables of a step, both averaged over busy simulated time",
     claims=(
         *(
-            Claim(f"Alpaca, n = {n}", v, "PagedAttention Fig. 15", _value("alpaca", n), 0.15)
+            Claim(f"Alpaca, n = {n}", v, "PagedAttention Fig. 15", _value("alpaca", n))
             for n, v in PRINTED.items()
         ),
         Claim(
             "ShareGPT, n = 2", 0.162, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2), 0.15
         ),
-        Claim("ShareGPT, n = 6", 0.305, "PagedAttention §6.3 (most of a range)", _value("sharegpt", 6), 0.15),
+        Claim("ShareGPT, n = 6", 0.305, "PagedAttention §6.3 (most of a range)", _value("sharegpt", 6)),
     ),
     units=_units,
     run=_run,

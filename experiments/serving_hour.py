@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import CONFIGS
-from experiments.common import Claim, Experiment, Row, Unit, ratio
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
+from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
 from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import open_trace
+
+from ._serving import CONFIGS
 
 TRACE = "data/traces/mooncake_conversation_trace.jsonl.gz"
 DEVICES, BLOCK, MAX_LEN = 4, 512, 131_072

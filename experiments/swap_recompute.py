@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments._serving import (
+from pagedjax.cache import PagedManager
+from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.sim.simulator import simulate
+
+from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     KV_SLOTS,
@@ -22,9 +26,6 @@ from experiments._serving import (
     cost,
     workload,
 )
-from experiments.common import Claim, Experiment, Row, Unit, ratio
-from pagedjax.cache import PagedManager
-from pagedjax.sim.simulator import simulate
 
 SIZES = (8, 16, 32, 64, 128, 256)
 RATE = 3.0  # ShareGPT requests per second: above what the memory holds, so that requests are preempted
@@ -92,7 +93,6 @@ EXPERIMENT = Experiment(
                     {"block_size": size, "mode": "swap"},
                     {"block_size": size, "mode": "recompute"},
                 ),
-                0.2,
             )
             for size in (16, 32, 64)
         ),

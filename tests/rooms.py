@@ -16,6 +16,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("runtime", "sim"),
     ("report",),
+    ("lab",),
     ("llm",),
     ("testing",),
     ("bench",),

@@ -26,6 +26,9 @@ MAY_IMPORT = {
     "pagedjax.engine.interrupts": set(),
     "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
     "pagedjax.paths": {"platformdirs"},
+    "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
+    "pagedjax.lab.provenance": {"pagedjax"},  # its version
+    "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
     "pagedjax.kernels": {"pagedjax.kernels", "pagedjax.paths", "jax", "jaxlib", "numpy", "chex"},
     "pagedjax.models": {f"pagedjax.{m}" for m in ("models", "kernels", "progress", "paths")}
     | {
@@ -46,7 +49,7 @@ MAY_IMPORT = {
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "orbax", "numpy"},
 }
 # These may import anything; what is heavy only inside functions, so that `--help` and `import` stay quick.
-LAZY = tuple(f"pagedjax.{m}" for m in ("llm", "cli", "progress", "report", "server", "testing"))
+LAZY = tuple(f"pagedjax.{m}" for m in ("__main__", "llm", "cli", "progress", "report", "server", "testing"))
 # Benches are programs: they may import anything at their top.
 FREE = ("pagedjax.bench",)
 
@@ -112,6 +115,7 @@ def test_host_half_leaves_jax_unimported():
         "pagedjax.models",
         "pagedjax.models.tokenizer",
         "pagedjax.cli",
+        "pagedjax.lab",
     ]
     if (ROOT / "pagedjax" / "sim").is_dir():
         modules.append("pagedjax.sim")

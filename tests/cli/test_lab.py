@@ -68,11 +68,15 @@ def test_sharing_names_the_timestamp(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "changing field at token 4" in text and "after '[12:'" in text and "KV memory" in text
 
 
-def test_experiment_list_and_single_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_experiment_list_and_single_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["experiment", "list"]) == 0
     assert "hit-length" in capsys.readouterr().out
-    arguments = ["experiment", "run", "hit-length", "--prompt", "14", "--prefix", "10", "--block-size", "4"]
-    assert main(arguments) == 0
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--set", "prompt=14", "--set", "prefix=10", "--set", "block-size=4", "--no-plots"]
+    assert main(["experiment", "run", "hit-length", *arguments]) == 0
+    assert (tmp_path / "results" / "hit-length.jsonl").is_file()
     assert "8 hit (#), 6 computed (.)" in capsys.readouterr().out
     assert main(["experiment", "run", "ledger", "--users", "3"]) == 2
     assert main(["experiment", "run"]) == 2
@@ -132,7 +136,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sharing good.jsonl --parameters nan", "must be a number of weights"),
         ("sharing good.jsonl --top -1", "-1 is not in the range x>=0"),
         ("experiment run hit-length --jobs 0", "0 is not in the range x>=1"),
-        ("experiment run hit-length --prompt a", "values must be whole numbers"),
+        ("experiment run hit-length --set prompt=a", "prompt=a: must be a whole number; try prompt=16"),
     ],
 )
 def test_bad_input_leaves_stdout_empty(

@@ -1,0 +1,97 @@
+"""Running experiments: units to workers, rows to files, finished ones kept for the next try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from pathlib import Path
+
+from pagedjax.lab import catalog
+from pagedjax.lab.claims import Row
+from pagedjax.lab.experiment import Unit, units_of
+from pagedjax.lab.provenance import MissingData, check_data, provenance
+from pagedjax.lab.results import ResultFile
+from pagedjax.lab.workers import finished, local
+
+
+def work(name: str, unit: Unit, data: str, settings: Mapping[str, str]) -> list[Row]:
+    """Rows of one unit; what was set and is no column yet stands in front."""
+    rows = list(catalog.load(name).run(unit, Path(data)))
+    said = {key: unit[key] for key in settings if key in unit}
+    return [{**{k: v for k, v in said.items() if k not in row}, **row} for row in rows]
+
+
+def run_all(
+    chosen: Sequence[str],
+    out: Path,
+    *,
+    smoke: bool = False,
+    seed: int = 0,
+    settings: Mapping[str, str] | None = None,
+    resume: bool = False,
+    data: Path | None = None,
+    jobs: int = 1,
+    executor: Executor | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    advance: Callable[[float], None] = lambda amount: None,
+) -> dict[str, list[Row]]:
+    """Run experiments and leave one result file each.
+
+    Args:
+        chosen: Names.
+        out: Folder of the result files.
+        smoke: The small version.
+        seed: Root of all random draws.
+        settings: Name → value of fields of their units, as `units_of` takes them.
+        resume: Keep finished units of an earlier run with the same provenance.
+        data: Folder that holds data/; None: `catalog.default_data`.
+        jobs: Processes; 1 works in this one.
+        executor: Who does the units, in place of `jobs`: anything with the interface of `concurrent.futures`.
+        note: Told what is skipped.
+        advance: Called with 1 for each finished unit.
+
+    Returns:
+        Rows of each experiment that could run, units in order.
+
+    Raises:
+        ValueError: No such experiment, or a setting that it does not have.
+    """
+    data, settings = data or catalog.default_data(), dict(settings or {})
+    todo: list[tuple[tuple[str, int], Callable[..., list[Row]], tuple[object, ...]]] = []
+    files: dict[str, tuple[ResultFile, Row, dict[int, list[Row]]]] = {}
+    for name in chosen:
+        experiment = catalog.load(name)
+        units = units_of(experiment, smoke=smoke, seed=seed, settings=settings)
+        try:
+            check_data(experiment, data)
+        except MissingData as missing:
+            note(f"skipped {missing}")
+            continue
+        header = provenance(experiment, smoke=smoke, seed=seed, data=data, settings=settings)
+        file = ResultFile(out / f"{name}.jsonl")
+        old, done = file.read()
+        if not resume or old != header:
+            if resume and old is not None:
+                changed = ", ".join(key for key in header if old.get(key) != header[key])
+                note(f"{name}: an earlier run had other settings ({changed}); started anew")
+            done = {}
+        file.start(header, done)
+        files[name] = (file, header, done)
+        todo += [
+            ((name, i), work, (name, unit, str(data), settings))
+            for i, unit in enumerate(units)
+            if i not in done
+        ]
+        for _ in done:
+            advance(1)
+    asked = local(jobs if len(todo) > 1 else 1) if executor is None else nullcontext(executor)
+    with asked as workers:
+        for (name, number), rows in finished(workers, todo):
+            file, _, done = files[name]
+            done[number] = rows
+            file.append(number, rows)
+            advance(1)
+    for file, header, done in files.values():
+        file.start(header, done)
+    return {name: [r for n in sorted(done) for r in done[n]] for name, (_, _, done) in files.items()}

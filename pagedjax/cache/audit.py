@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.events import Resident
 from pagedjax.cache.groups import Group
-from pagedjax.cache.tier import HostTier
+from pagedjax.cache.pins import Pins
+from pagedjax.cache.protocol import InvariantError
+from pagedjax.cache.sequence import SeqState
 
 
 def pool_state(pool: BlockPool, now: float) -> dict[str, Any]:
@@ -22,18 +27,51 @@ def pool_state(pool: BlockPool, now: float) -> dict[str, Any]:
     }
 
 
-def resident(groups: list[Group], tiers: list[HostTier]) -> Resident:
+def resident(groups: Sequence[Group]) -> Resident:
     """Copies of each content, by (group, medium, digest)."""
     out: Resident = {}
-    for group, tier in zip(groups, tiers):
+    for group in groups:
         counts = Counter(key for key in group.pool.keys if key is not None)
         out |= {(group.id, "device", key): count for key, count in counts.items()}
-        out |= {(group.id, "host", key): 1 for key in tier.contents()}
+        out |= {(group.id, "host", key): 1 for key in group.tier.contents()}
     return out
 
 
-def check_group(group: Group, tables: list[list[int]]) -> None:
-    """Raise `InvariantError` unless pool, index and the tables that hold blocks agree."""
-    references = Counter(b for table in tables for b in table if b)
-    group.pool.check(references)
-    group.index.check(group.pool.keys)
+def tables(
+    groups: Sequence[Group], states: Sequence[tuple[int, SeqState]], width: int
+) -> tuple[np.ndarray, ...]:
+    """One fresh i32[S, width] per group, a row per sequence, padded with the null block.
+
+    Raises:
+        ValueError: A table is longer than `width`.
+    """
+    out = []
+    for group in groups:
+        rows = np.zeros((len(states), width), dtype=np.int32)
+        for row, (seq, state) in zip(rows, states):
+            table = state.tables[group.id]
+            if len(table) > width:
+                raise ValueError(f"width={width}: sequence {seq} has {len(table)} blocks; widen the tables")
+            row[: len(table)] = table
+        out.append(rows)
+    return tuple(out)
+
+
+def writable(groups: Sequence[Group]) -> tuple[np.ndarray, ...]:
+    """Per group bool[P]: blocks of one reference and no key."""
+    pools = [group.pool for group in groups]
+    return tuple(np.array([r == 1 and k is None for r, k in zip(pool.ref, pool.keys)]) for pool in pools)
+
+
+def check(groups: Sequence[Group], seqs: Mapping[int, SeqState], pins: Pins) -> None:
+    """Raise `InvariantError` unless pools, indexes, tiers and the tables that hold blocks agree."""
+    for group in groups:
+        holding = [s.tables[group.id] for s in seqs.values() if not s.recorded] + pins.tables(group.id)
+        references = Counter(b for table in holding for b in table if b)
+        group.pool.check(references)
+        group.index.check(group.pool.keys)
+        group.tier.check()
+    for seq, state in seqs.items():
+        slots = len(state.tables[0]) * groups[0].block_size
+        if not state.recorded and state.computed > slots:
+            raise InvariantError(f"sequence {seq}: {state.computed} tokens computed in {slots} slots")

@@ -18,7 +18,7 @@ class BlockPool:
     * *blank*: no reference, no content. A stack; a fresh pool hands out 1, 2, 3, …
     * *in use*: `ref[b]` > 0. It may be indexed (`keys[b]` is its content's digest) or not.
     * *evictable*: no reference, indexed. The policy keeps their order.
-    * *held*: no reference, but a pending copy still reads it; becomes blank or evictable with `settle`.
+    * *leaving*: no reference, but a pending copy still reads it; becomes blank or evictable with `settle`.
 
     Block 0 is the null block: the padding of tables, never handed out. Blank blocks go first; then the
     policy's victims, whose content is dropped when they are taken, not before.
@@ -55,8 +55,8 @@ class BlockPool:
         self.num_evictions = 0
         self.num_recycled = 0
         self.readers: dict[int, int] = {}  # block -> pending copies that read it
-        self._held: list[list[int]] = []  # released batches, tail first, that wait for their readers
-        self.held: set[int] = set()  # the blocks in them
+        self._leaving: list[list[int]] = []  # released batches, tail first, that wait for their readers
+        self.leaving: set[int] = set()  # the blocks in them
 
     @property
     def num_usable(self) -> int:
@@ -69,13 +69,13 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        return self.num_usable - self.num_free - len(self.held)
+        return self.num_usable - self.num_free - len(self.leaving)
 
     def num_idle(self, blocks: list[int]) -> int:
         """How many of the blocks wait among the evictable ones."""
         ref = self.ref
-        if self.held:
-            return sum([not ref[b] and b not in self.held for b in blocks])
+        if self.leaving:
+            return sum([not ref[b] and b not in self.leaving for b in blocks])
         return sum([not ref[b] for b in blocks])
 
     # ------------------------------------------------------------ hand out
@@ -122,7 +122,7 @@ class BlockPool:
             candidates = self.policy.victim(min(width, self.num_evictable), now)
             for block in candidates[width // 2 :]:
                 leaf = self.index.leaf_below(block)
-                if not self.ref[leaf] and leaf not in self.held:
+                if not self.ref[leaf] and leaf not in self.leaving:
                     return leaf
             if width >= self.num_evictable:
                 raise InvariantError(f"no evictable leaf among {self.num_evictable} evictable blocks")
@@ -162,16 +162,16 @@ class BlockPool:
                 ref[b] += 1
         if not self.index.indexes:
             return
-        if self.held:
-            idle = self._take_held(idle)
+        if self.leaving:
+            idle = self._take_leaving(idle)
         self.num_evictable -= len(idle)
         self.policy.hit(blocks, idle, first, hints, now)
 
-    def _take_held(self, idle: list[int]) -> list[int]:
-        """Held blocks are in use again without having been in the queue; returns the others."""
-        back = self.held.intersection(idle)
-        self.held -= back
-        self._held = [[b for b in batch if b not in back] for batch in self._held]
+    def _take_leaving(self, idle: list[int]) -> list[int]:
+        """Leaving blocks are in use again without having been in the queue; returns the others."""
+        back = self.leaving.intersection(idle)
+        self.leaving -= back
+        self._leaving = [[b for b in batch if b not in back] for batch in self._leaving]
         return [b for b in idle if b not in back]
 
     def share(self, blocks: list[int]) -> None:
@@ -204,8 +204,8 @@ class BlockPool:
                 ref[b] += 1
             raise InvariantError(f"block {culprit}: freed more often than referenced; ref_cnt {ref[culprit]}")
         if self.readers and any(b in self.readers for b in idle):
-            self._held.append(idle)
-            self.held.update(idle)
+            self._leaving.append(idle)
+            self.leaving.update(idle)
         elif idle:
             self._queue(idle, now)
 
@@ -221,11 +221,11 @@ class BlockPool:
 
     # ------------------------------------------------------ pending copies
 
-    def hold(self, block: int) -> None:
+    def add_reader(self, block: int) -> None:
         """A pending copy reads the block: it is not handed out until `settle`."""
         self.readers[block] = self.readers.get(block, 0) + 1
 
-    def unhold(self, block: int) -> None:
+    def drop_reader(self, block: int) -> None:
         """A pending copy was cancelled."""
         left = self.readers[block] - 1
         if left:
@@ -234,11 +234,11 @@ class BlockPool:
             del self.readers[block]
 
     def settle(self, now: float = 0.0) -> None:
-        """All pending copies have been handed out: held batches return to the queue, in order."""
+        """All pending copies have been handed out: leaving batches return to the queue, in order."""
         self.readers.clear()
-        held, self._held = self._held, []
-        self.held.clear()
-        for idle in held:
+        batches, self._leaving = self._leaving, []
+        self.leaving.clear()
+        for idle in batches:
             self._queue(idle, now)
 
     # -------------------------------------------------------------- clear
@@ -256,10 +256,15 @@ class BlockPool:
     def check(self, references: dict[int, int]) -> None:
         """Raise InvariantError unless the books agree with the references counted from outside."""
         states: dict[int, str] = {}
-        held = [b for batch in self._held for b in batch]
+        leaving = [b for batch in self._leaving for b in batch]
         queue = self.policy.evictable()
         used = [b for b in range(1, self.num_blocks) if self.ref[b]]
-        for name, blocks in (("blank", self.blank), ("evictable", queue), ("held", held), ("in use", used)):
+        for name, blocks in (
+            ("blank", self.blank),
+            ("evictable", queue),
+            ("leaving", leaving),
+            ("in use", used),
+        ):
             for b in blocks:
                 if b in states:
                     raise InvariantError(f"block {b}: is {states[b]} and {name}; {self._dump()}")

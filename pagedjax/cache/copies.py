@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedjax.cache.block import BlockPool
+from pagedjax.cache.groups import Group
 from pagedjax.cache.protocol import NO_COPIES, CopyBatch, CopyPlan, InvariantError
-from pagedjax.cache.tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +23,22 @@ class Copy:
 class PendingCopies:
     """Copies planned for the next step, in the order they were decided.
 
-    The source of a copy is held until the copy has been handed out: no block that is still to be read is
-    given to anyone. A copy whose destination nobody holds any more is cancelled.
+    The source of a copy has a reader until the copy has been handed out: no block that is still to be read
+    is given to anyone. A copy whose destination nobody holds any more is cancelled.
     """
 
-    def __init__(self, pools: list[BlockPool], tiers: list[HostTier]) -> None:
-        self._pools = pools
-        self._tiers = tiers
+    def __init__(self, groups: list[Group]) -> None:
+        self._groups = groups
         self._pending: list[Copy] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def add(self, kind: str, group: int, src: int, dst: int) -> None:
-        """Plan a copy; device sources are held."""
+        """Plan a copy; a device source gets a reader."""
         self._pending.append(Copy(kind, group, src, dst))
         if kind == "cow":
-            self._pools[group].hold(src)
+            self._groups[group].pool.add_reader(src)
 
     def fills(self, group: int, blocks: set[int]) -> bool:
         """Some pending copy has still to fill one of these device blocks."""
@@ -52,11 +50,11 @@ class PendingCopies:
             return
         kept: list[Copy] = []
         for copy in reversed(self._pending):  # the reader of a copied block comes after its copy
-            pool = self._pools[copy.group]
+            pool = self._groups[copy.group].pool
             if copy.kind == "swap_out" or pool.ref[copy.dst] or copy.dst in pool.readers:
                 kept.append(copy)
             elif copy.kind == "cow":
-                pool.unhold(copy.src)
+                pool.drop_reader(copy.src)
         self._pending = kept[::-1]
 
     def take(self, now: float) -> CopyPlan:
@@ -69,16 +67,16 @@ class PendingCopies:
         return plan
 
     def drop(self, now: float) -> None:
-        """Nothing is pending any more; held blocks return to their queues."""
+        """Nothing is pending any more; released sources return to their queues."""
         self._pending = []
-        for pool in self._pools:
-            pool.settle(now)
-        for tier in self._tiers:
-            tier.settle()
+        for group in self._groups:
+            group.pool.settle(now)
+            group.tier.settle()
 
     def check(self) -> None:
-        """Raise InvariantError unless exactly the sources of pending copies are held."""
-        for number, pool in enumerate(self._pools):
+        """Raise InvariantError unless exactly the sources of pending copies have readers."""
+        for number, group in enumerate(self._groups):
+            pool = group.pool
             readers: dict[int, int] = {}
             for copy in self._pending:
                 if copy.kind == "cow" and copy.group == number:
@@ -86,7 +84,7 @@ class PendingCopies:
                     if not pool.ref[copy.dst] and copy.dst not in pool.readers:
                         raise InvariantError(f"copy {copy}: its destination is nobody's")
             if readers != pool.readers:
-                raise InvariantError(f"pending copies read {readers}, the pool holds {pool.readers}")
+                raise InvariantError(f"pending copies read {readers}, the pool knows of {pool.readers}")
 
 
 def plan_copies(copies: list[Copy]) -> CopyPlan:

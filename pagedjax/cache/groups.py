@@ -1,14 +1,21 @@
-"""KV groups: layers that share block size and lifetime rule, each with its own ids, pool and index."""
+"""KV groups: layers that share block size and lifetime rule, each with its own ids, pool, index and host tier."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from pagedjax.cache.block import BlockPool
+from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.policies import make_policy
 from pagedjax.cache.prefix import PrefixIndex
+from pagedjax.cache.protocol import Hints
+from pagedjax.cache.registry import make_index
+from pagedjax.cache.tier import HostTier
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ class Group:
         window: As in `KVGroup`.
         pool: Its blocks.
         index: Its prefix index.
+        tier: Its blocks on the host; of 0 blocks where there is none.
+        block_size: Tokens per block.
         evicted: Digests of blocks evicted lately.
     """
 
@@ -118,11 +127,45 @@ class Group:
     window: int | None
     pool: BlockPool
     index: PrefixIndex
+    tier: HostTier
     block_size: int
     evicted: EvictedKeys = field(init=False)
 
     def __post_init__(self) -> None:
         self.evicted = EvictedKeys(self.pool.num_blocks)
+
+    def resident(self, chain: TokenChain, num_blocks: int, *, host: bool = True) -> list[int]:
+        """For each of a chain's first full blocks a device id, -1 - h for host slot h, or 0: neither has it."""
+        blocks = self.index.resident(chain, num_blocks)
+        if host and len(self.tier):
+            digests, find = chain.digests(num_blocks), self.tier.find
+            blocks = [b or -1 - find(digests[i]) for i, b in enumerate(blocks)]
+        return blocks
+
+    def touch_window(self, chain: TokenChain, table: list[int], hints: Hints, now: float) -> None:
+        """Take the blocks that the window needs; what is resident behind it counts as used, too."""
+        skip = table.count(0)
+        self.pool.touch([b for b in table if b > 0], skip, hints, now)
+        behind = [b for b in self.index.resident(chain, skip) if b]
+        self.pool.touch(behind, 0, hints, now)
+        self.pool.free(behind, now)
+
+    def free_tail(self, table: list[int], keep: int, now: float) -> None:
+        """Let go of a table's blocks after the first `keep`."""
+        gone = [b for b in table[keep:] if b]
+        del table[keep:]
+        self.pool.free(gone, now)
+
+    def free_behind(self, table: list[int], num_tokens: int, now: float) -> None:
+        """Let go of a table's blocks that no query from position `num_tokens` on reads."""
+        behind = []
+        for i in range(min(self.first_needed(num_tokens), len(table)) - 1, -1, -1):
+            if not table[i]:
+                break
+            behind.append(table[i])
+            table[i] = 0
+        if behind:
+            self.pool.free(behind[::-1], now)
 
     def first_needed(self, num_tokens: int) -> int:
         """First block that the query at position `num_tokens` and later ones still read."""
@@ -149,6 +192,44 @@ class Group:
             if run >= need:
                 best = i + 1
         return best
+
+
+def make_groups(
+    specs: Sequence[KVGroup],
+    *,
+    num_blocks: int,
+    block_size: int,
+    index: Any,
+    policy: Any,
+    host_blocks: int,
+    on_evict: Callable[[Group, list[int], list[bytes]], None],
+    on_host: Callable[[str, Group, bytes, int], None] | None = None,
+) -> list[Group]:
+    """Groups with pools, indexes and tiers of their own.
+
+    Args:
+        specs: One per group; those that name no number of blocks get `num_blocks`.
+        block_size: Tokens per block.
+        index: As `make_index` takes it.
+        policy: As `make_policy` takes it.
+        host_blocks: Blocks of each group's tier.
+        on_evict: Told of blocks and their digests that are about to make room.
+        on_host: Told ("stored" or "removed", group, digest, slot) of what comes to a tier and leaves it.
+    """
+    groups: list[Group] = []
+    for number, spec in enumerate(specs):
+        blocks = spec.num_blocks or num_blocks
+        built: PrefixIndex = make_index(index, blocks, block_size)
+        if spec.window is not None:
+            built.leaf_only = False  # the blocks behind a window go first, whatever continues them
+        pool = BlockPool(blocks, make_policy(policy, blocks), built)
+        group = Group(number, spec.window, pool, built, HostTier(host_blocks), block_size)
+        pool.on_evict = partial(on_evict, group)
+        if on_host is not None:
+            group.tier.on_stored = partial(on_host, "stored", group)
+            group.tier.on_removed = partial(on_host, "removed", group)
+        groups.append(group)
+    return groups
 
 
 def common_hit(groups: Sequence[Group], resident: Sequence[Sequence[object]], num_blocks: int) -> int:

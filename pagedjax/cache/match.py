@@ -7,33 +7,71 @@ from dataclasses import dataclass, field
 
 from pagedjax.cache.groups import Group, common_hit
 from pagedjax.cache.hashing import TokenChain
-from pagedjax.cache.protocol import MissReason
-from pagedjax.cache.tier import HostTier
+from pagedjax.cache.protocol import Hit, MissReason
+from pagedjax.cache.sequence import SeqState
 
 
 @dataclass(eq=False)
 class Matcher:
-    """Looks chains up over all groups and tiers; changes nothing.
+    """Looks chains up over all groups; changes nothing but the state it is given.
 
     Attributes:
         groups: KV groups.
-        tiers: The host tier of each.
         block_size: Tokens per block.
         partial: Least gain in tokens for a partial hit; 0: none.
-        has_host: The tiers hold anything at all.
+        has_host: The groups have host tiers.
         one: The only group, if it is one of full attention: the quick path.
     """
 
     groups: list[Group]
-    tiers: list[HostTier]
     block_size: int
     partial: int
     has_host: bool = field(init=False)
     one: Group | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.has_host = self.tiers[0].num_blocks > 0
+        self.has_host = self.groups[0].tier.num_blocks > 0
         self.one = self.groups[0] if len(self.groups) == 1 and self.groups[0].window is None else None
+
+    def count(self, chain: TokenChain, limit: int) -> int:
+        """Tokens that a lookup of at most `limit` would hit now."""
+        tables, tokens = self.match(chain, limit)
+        if tokens % self.block_size == 0:
+            tokens += self.below(chain, tables, tokens, limit)[0]
+        return tokens
+
+    def look_up(self, state: SeqState, limit: int, filling: Container[bytes]) -> Hit:
+        """Record in a sequence's state what it may take from the cache.
+
+        Args:
+            state: Of a sequence that holds nothing yet.
+            limit: Most tokens.
+            filling: Digests of the blocks that running sequences are computing.
+        """
+        chain = state.chain
+        state.tables, tokens = self.match(chain, limit)
+        full = tokens // self.block_size
+        state.computed = tokens
+        state.indexed = full
+        if self.has_host:  # what comes from the host has to be indexed again
+            state.indexed = min([leading(table) for table in state.tables])
+        if not self.groups[0].index.indexes:  # a table index matches to the token
+            reason = MissReason.LAST_TOKEN if tokens == limit < len(chain) else MissReason.NO_MATCH
+            return Hit(tokens, reason, tokens)
+        gain, sources, below = self.below(chain, state.tables, tokens, limit)
+        if gain:
+            state.partial = sources
+            state.computed += gain
+        return Hit(tokens + gain, self.reason(chain, full, gain, below, limit, filling), tokens + below)
+
+    def still_there(self, state: SeqState) -> bool:
+        """The blocks recorded in a state still hold what `look_up` found."""
+        again, tokens = self.match(state.chain, state.computed)
+        if again != state.tables or tokens + sum(t for _, t in state.partial[:1]) != state.computed:
+            return False
+        if not state.partial:
+            return True
+        return self.below(state.chain, again, tokens, state.computed)[1] == state.partial
 
     def match(self, chain: TokenChain, limit: int, *, host: bool = True) -> tuple[list[list[int]], int]:
         """Resident blocks per group, and how many tokens of at most `limit` they hold.
@@ -44,17 +82,12 @@ class Matcher:
             return [[] for _ in self.groups], 0
         if self.one is not None:
             blocks, tokens = self.one.index.lookup(chain, limit)
-            tier = self.tiers[0]
-            if host and len(tier) and tokens + self.block_size <= limit:
-                self._continue_on_host(chain, blocks, limit // self.block_size)
+            if host and len(self.one.tier) and tokens + self.block_size <= limit:
+                self._continue_on_host(self.one, chain, blocks, limit // self.block_size)
                 tokens = len(blocks) * self.block_size
             return [blocks], tokens
         count = limit // self.block_size
-        resident = [group.index.resident(chain, count) for group in self.groups]
-        for tier, blocks in zip(self.tiers, resident):
-            if host and len(tier):
-                digests = chain.digests(count)
-                blocks[:] = [b or -1 - tier.find(digests[i]) for i, b in enumerate(blocks)]
+        resident = [group.resident(chain, count, host=host) for group in self.groups]
         count = common_hit(self.groups, resident, count)
         tables = []
         for group, blocks in zip(self.groups, resident):
@@ -62,16 +95,17 @@ class Matcher:
             tables.append([0] * min(skip, count) + blocks[skip:count])
         return tables, count * self.block_size
 
-    def _continue_on_host(self, chain: TokenChain, blocks: list[int], count: int) -> None:
+    @staticmethod
+    def _continue_on_host(group: Group, chain: TokenChain, blocks: list[int], count: int) -> None:
         """Go on with what the host has."""
-        digests, tier = chain.digests(count), self.tiers[0]
+        digests, tier = chain.digests(count), group.tier
         resident: list[int] = []
         for i in range(len(blocks), count):
             slot = tier.find(digests[i])
             if slot >= 0:
                 blocks.append(-1 - slot)
                 continue
-            resident = resident or self.groups[0].index.resident(chain, count)
+            resident = resident or group.index.resident(chain, count)
             if not resident[i]:
                 break
             blocks.append(resident[i])

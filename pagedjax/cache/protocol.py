@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.stats import CacheStats
 
 
 class InvariantError(RuntimeError):
@@ -133,58 +134,21 @@ class KVCacheManager(Protocol):
     """Decides which block holds which tokens. Knows tokens, blocks and sequence ids, nothing else.
 
     A token counts in a sequence's length from the step that writes its KV: growing from 3 to 4 tokens at
-    block size 4 takes no block, from 4 to 5 takes one.
+    block size 4 takes no block, from 4 to 5 takes one. Capacity is a return value; misuse is a `ValueError`.
+
+    Attributes:
+        block_size: Tokens per block.
+        stats: Counters.
     """
 
-    num_blocks: int
     block_size: int
+    stats: CacheStats
+
+    # sizes
 
     @property
     def pool_blocks(self) -> tuple[int, ...]:
-        """Blocks of each KV group's pool, the null block included."""
-        ...
-
-    @property
-    def num_usable(self) -> int:
-        """Blocks that can ever be handed out."""
-        ...
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out now: blank and evictable ones."""
-        ...
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that many tokens need."""
-        ...
-
-    def demand(self, num_tokens: int, step_tokens: int) -> tuple[int, int]:
-        """(blocks such a sequence needs at once, blocks usable) in the group that is shortest of them.
-
-        Args:
-            num_tokens: Length of the sequence.
-            step_tokens: Most of its tokens computed in one step; what has left a window by then is free.
-        """
-        ...
-
-    def peek(self, chain: TokenChain) -> int:
-        """Tokens a `begin` would hit now; changes nothing."""
-        ...
-
-    def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
-        """Look a sequence up and record the hit; touches no block. Never covers the last token."""
-        ...
-
-    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
-        """Make the next `num_tokens` positions writable; False: no room, and nothing changed."""
-        ...
-
-    def commit(self, seq: int, num_computed: int, now: float) -> None:
-        """The KV of positions below `num_computed` is written: index blocks that are now full."""
-        ...
-
-    def fork(self, parent: int, child: int, chain: TokenChain) -> None:
-        """Let `child` share all blocks of `parent`; copies happen on the first write."""
+        """Blocks of each KV group's pool, the null blocks included."""
         ...
 
     @property
@@ -192,28 +156,128 @@ class KVCacheManager(Protocol):
         """Blocks per group on the host; 0: `swap_out` always refuses."""
         ...
 
-    def num_lone_blocks(self, *seqs: int) -> list[int]:
-        """Blocks per group that `swap_out` of these sequences would copy."""
+    def demand(self, num_tokens: int, step_tokens: int, hints: Hints = NO_HINTS) -> tuple[int, int]:
+        """(blocks such a sequence needs at once, blocks usable) in the group that is shortest of them.
+
+        Args:
+            num_tokens: Length of the sequence when it is admitted.
+            step_tokens: Most of its tokens computed in one step; what has left a window by then is free.
+            hints: What it may still grow by, where blocks are reserved ahead.
+        """
         ...
 
-    def swap_out(self, *seqs: int) -> bool:
-        """Move sequences to the host together; False: no room there, and nothing changed."""
+    # the life of a sequence
+
+    def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
+        """Look a sequence up and record what it may take from the cache; touches no block.
+
+        A hit never covers the last token. A second `begin` before the first `reserve` replaces the first.
+
+        Raises:
+            ValueError: The chain is empty or of another block size, or the sequence holds blocks already.
+        """
         ...
 
-    def swap_in(self, *seqs: int, spare: int = 0) -> bool:
-        """Bring swapped sequences back, `spare` blocks left free; False: no room, and nothing changed."""
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+        """Make the next positions of a sequence writable, or change nothing.
+
+        On True the block table covers positions [computed, computed + num_tokens + lookahead), each in a
+        block that this sequence alone holds and that is not indexed; blocks that were shared or indexed
+        have been replaced and their copies planned. The first call after `begin` takes the hits: it adds
+        their references before it allocates; with 0 tokens it takes the hits and nothing else.
+
+        Returns:
+            False: no room, or a recorded hit was evicted meanwhile: `begin` again.
+
+        Raises:
+            ValueError: Unknown sequence, or a negative number.
+        """
+        ...
+
+    def commit(self, seq: int, num_computed: int, now: float) -> None:
+        """Book written KV: index the blocks that are now full, let go of those behind every window.
+
+        Args:
+            num_computed: Positions whose KV is written, from the start.
+            now: Logical time.
+
+        Raises:
+            ValueError: Less than before, more than reserved, or more than the chain has tokens.
+        """
+        ...
+
+    def fork(self, parent: int, child: int, chain: TokenChain) -> None:
+        """Let `child` share all of the parent's written blocks; each copies on its first write.
+
+        To be called between steps: what the parent has reserved for a step under way is checked already.
+
+        Args:
+            chain: The child's own tokens; they agree with the parent's as far as KV is written.
+
+        Raises:
+            ValueError: Unknown parent, a child that holds blocks, or a chain that is not the parent's so far.
+        """
         ...
 
     def release(self, seq: int) -> None:
-        """Give a sequence's blocks back. Idempotent; unknown ids are a no-op."""
+        """Give a sequence's blocks back. Idempotent; unknown ids are a no-op.
+
+        Its pending copies are cancelled where nobody else needs them.
+        """
         ...
 
+    def num_computed(self, seq: int) -> int:
+        """Positions of a sequence whose KV is written."""
+        ...
+
+    def num_copies(self, seq: int) -> int:
+        """Blocks copied on write for this sequence so far; 0 for an unknown one."""
+        ...
+
+    # the host
+
+    def num_lone_blocks(self, *seqs: int) -> list[int]:
+        """Blocks per group that `swap_out` of these sequences would copy to the host."""
+        ...
+
+    def swap_out(self, *seqs: int) -> bool:
+        """Move sequences to the host together, or change nothing.
+
+        Blocks that only these sequences hold are copied to the host, once each; of others they drop their
+        references and keep the digests. Slots reserved but not written yet are given up.
+
+        Returns:
+            False: the host has no room, a pending copy has still to fill one of the blocks, or a sequence
+            holds none. Preempt by recomputation then.
+        """
+        ...
+
+    def swap_in(self, *seqs: int, spare: int = 0) -> bool:
+        """Bring swapped sequences back together, or change nothing; `num_computed` says how much came back.
+
+        Blocks the device still has are shared again, others are copied from the host. Where a block that
+        others held has been evicted, what comes after it has to be recomputed.
+
+        Args:
+            seqs: Sequences that are swapped out.
+            spare: Blocks that have to stay free in each group, for what the sequences write next.
+
+        Returns:
+            False: no room on the device, or a sequence is not swapped out.
+        """
+        ...
+
+    # the step
+
     def take_copies(self) -> CopyPlan:
-        """The copies planned since the last call."""
+        """The copies planned since the last call; they run before the step that is being planned."""
         ...
 
     def lose(self, copies: CopyPlan) -> None:
-        """Copies that were taken may not have run: forget what they were to bring to the host."""
+        """Copies that were taken may not have run: forget what they were to bring to the host.
+
+        Sequences that hold blocks they were to fill, or that were swapped out by them, are the caller's to release.
+        """
         ...
 
     def table(self, seq: int) -> list[int]:
@@ -221,23 +285,28 @@ class KVCacheManager(Protocol):
         ...
 
     def tables(self, seqs: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
-        """One fresh i32[S, width] per KV group, padded with the null block."""
+        """One fresh i32[S, width] per KV group, padded with the null block.
+
+        Raises:
+            ValueError: A table is longer than `width`.
+        """
         ...
 
     def writable(self) -> tuple[np.ndarray, ...]:
         """Per KV group bool[P]: blocks that a step may write, held by one sequence and not indexed."""
         ...
 
-    def num_copies(self, seq: int) -> int:
-        """Blocks copied on write for this sequence so far."""
-        ...
-
-    def num_computed(self, seq: int) -> int:
-        """Positions of a sequence whose KV is written."""
-        ...
+    # the whole
 
     def pin(self, chain: TokenChain) -> int:
-        """Keep a chain's resident prefix; returns the tokens pinned, 0 if nothing was."""
+        """Keep a chain's resident prefix from eviction, whoever else uses it.
+
+        With an index, its resident full blocks; under a table index the blocks of a live sequence that
+        has computed the whole chain, to the token, offered to all later sequences.
+
+        Returns:
+            Tokens pinned; 0: nothing resident, or the chain is pinned already.
+        """
         ...
 
     def unpin(self, chain: TokenChain) -> bool:
@@ -245,7 +314,15 @@ class KVCacheManager(Protocol):
         ...
 
     def reset(self, mode: str = "strict") -> ResetReport:
-        """Drop every cached content; "strict" refuses while anything is in use, "preempt" releases it first."""
+        """Drop every cached content, as after a change of weights.
+
+        Args:
+            mode: "strict": only if no sequence and no pin is in the way, else change nothing. "preempt":
+                release all sequences and pins first; the caller has to start them again.
+
+        Raises:
+            ValueError: Another mode.
+        """
         ...
 
     def snapshot(self) -> dict[str, Any]:

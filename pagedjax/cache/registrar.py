@@ -8,7 +8,6 @@ from pagedjax.cache.groups import Group
 from pagedjax.cache.protocol import NO_HINTS
 from pagedjax.cache.sequence import SeqState
 from pagedjax.cache.stats import CacheStats
-from pagedjax.cache.tier import HostTier
 
 
 class Registrar:
@@ -16,7 +15,6 @@ class Registrar:
 
     Args:
         seqs: The manager's live sequences: dedup rewrites their tables.
-        tiers: Host tier of each group.
         copies: Where copies to the host are planned.
         stats: Counters.
         events: Log of what is resident, or None.
@@ -26,14 +24,12 @@ class Registrar:
     def __init__(
         self,
         seqs: dict[int, SeqState],
-        tiers: list[HostTier],
         copies: PendingCopies,
         stats: CacheStats,
         events: EventLog | None,
         dedup: bool,
     ) -> None:
         self._seqs = seqs
-        self._tiers = tiers
         self._copies = copies
         self._stats = stats
         self._events = events
@@ -107,8 +103,8 @@ class Registrar:
         group.evicted.add(keys)
         if self._events is not None:
             self._events.removed(now, group.id, "device", keys, blocks)
-        if self._tiers[group.id].num_blocks:
-            tier = self._tiers[group.id]
+        tier = group.tier
+        if tier.num_blocks:
             for b, key in zip(blocks, keys):
                 slot = tier.store(key) if group.index.copies(key) == 1 else -1
                 if slot >= 0:

@@ -190,14 +190,14 @@ class ReservationManager:
         self._refused = 0  # blocks that the last refused sequence asked for; 0 once one was admitted
 
     @property
-    def pool_blocks(self) -> tuple[int, ...]:
-        """Blocks of the one pool."""
-        return (self.num_blocks,)
-
-    @property
     def num_usable(self) -> int:
         """Blocks of the largest sequence that an empty pool can hold."""
         return 1 << (self._buddy.size.bit_length() - 1)
+
+    @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """Blocks of the one pool, the null block included."""
+        return (self.num_blocks,)
 
     @property
     def host_blocks(self) -> int:
@@ -211,9 +211,9 @@ class ReservationManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def demand(self, num_tokens: int, step_tokens: int) -> tuple[int, int]:
-        """(blocks that many tokens need, blocks usable)."""
-        return self.num_blocks_for(num_tokens), self.num_usable
+    def demand(self, num_tokens: int, step_tokens: int, hints: Hints = NO_HINTS) -> tuple[int, int]:
+        """(blocks that such a sequence reserves, blocks of the largest chunk)."""
+        return self.num_blocks_for(self._sizes(num_tokens, hints)[0]), self.num_usable
 
     def num_computed(self, seq: int) -> int:
         return self._get(seq).computed
@@ -243,6 +243,8 @@ class ReservationManager:
             return max(self.max_tokens, length), max(self.max_tokens, length)
         final = length + output
         rounded = {"max": self.max_tokens, "oracle": final, "pow2": length + _next_power(output)}[self.rule]
+        if hints.resumed:  # what was accepted once may not outgrow the largest chunk by rounding anew
+            rounded = min(rounded, max(final, self.num_usable * self.block_size))
         return max(min(rounded, self.max_tokens), length), max(min(final, self.max_tokens), length)
 
     def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:

@@ -36,6 +36,29 @@ class SeqState:
     frontier: bytes | None = None
     copies: int = 0
 
+    def fork(self, seq: int, child: int, chain: TokenChain) -> SeqState:
+        """The books of a child that shares all written blocks; the caller adds the references.
+
+        Args:
+            seq, child: Names, for the errors.
+            chain: The child's own tokens.
+
+        Raises:
+            ValueError: There are no blocks to share, or the chain is not this one's as far as KV is written.
+        """
+        if self.recorded:
+            raise ValueError(f"sequence {seq}: has no blocks to share yet; reserve first")
+        if len(chain) < self.computed:
+            raise ValueError(f"chain of {len(chain)} tokens: the parent has computed {self.computed}")
+        same = chain.tokens[: self.computed] == self.chain.tokens[: self.computed]
+        if not same or chain.extra != self.chain.extra:
+            raise ValueError(
+                f"chain of {child}: differs from what {seq} has computed; fork the parent's chain"
+            )
+        count = -(-self.computed // chain.block_size)
+        tables = [table[:count] for table in self.tables]
+        return SeqState(chain, self.hints, tables, self.computed, self.indexed)
+
 
 class Filling:
     """Digests of the blocks that running sequences fill next, so that a twin can be told from a stranger."""

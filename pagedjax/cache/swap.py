@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.groups import Group, common_hit
 from pagedjax.cache.hashing import TokenChain
 from pagedjax.cache.match import leading
-from pagedjax.cache.protocol import Hints
+from pagedjax.cache.sequence import SeqState
 from pagedjax.cache.stats import CacheStats
-from pagedjax.cache.tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,88 +30,92 @@ class _Entry:
 
 
 class SwapSpace:
-    """Private slots in the host tiers, and what each swapped sequence has in them."""
+    """Private slots in the host tiers, and what each swapped sequence has in them.
 
-    def __init__(
-        self, groups: list[Group], tiers: list[HostTier], copies: PendingCopies, stats: CacheStats
-    ) -> None:
+    Attributes:
+        states: The books of the sequences that are swapped out.
+    """
+
+    def __init__(self, groups: list[Group], copies: PendingCopies, stats: CacheStats) -> None:
+        self.states: dict[int, SeqState] = {}
         self._groups = groups
-        self._tiers = tiers
         self._copies = copies
         self._stats = stats
         self._entries: dict[int, list[list[_Entry]]] = {}
-        self._users: dict[tuple[int, int], int] = {}  # (group, slot) -> swapped sequences that hold it
+        self._users: dict[tuple[int, int], int] = {}  # (group, slot) -> swapped sequences that use it
 
-    def lone(self, tables: list[list[list[int]]]) -> list[list[int]]:
-        """Per group the blocks that nobody but these sequences holds, once each.
-
-        Args:
-            tables: Per sequence, per group, its block table.
-        """
+    def lone(self, states: Sequence[SeqState]) -> list[list[int]]:
+        """Per group the written blocks that nobody but these sequences holds, once each."""
         out = []
-        for number, group in enumerate(self._groups):
+        for group in self._groups:
             counts: dict[int, int] = {}
-            for table in tables:
-                for b in table[number]:
+            for state in states:
+                for b in self._written(state, group):
                     counts[b] = counts.get(b, 0) + 1
             out.append([b for b, n in counts.items() if b and group.pool.ref[b] == n])
         return out
 
-    def put(self, seqs: list[int], tables: list[list[list[int]]]) -> bool:
+    @staticmethod
+    def _written(state: SeqState, group: Group) -> list[int]:
+        return state.tables[group.id][: -(-state.computed // group.block_size)]
+
+    def put(self, states: dict[int, SeqState]) -> bool:
         """Plan the copies of sequences' lone blocks to the host; False: no room, nothing changed.
 
-        The caller releases the device blocks: swap-outs run before anything else is written.
+        The caller lets go of the device blocks: swap-outs run before anything else is written.
         """
-        lone = self.lone(tables)
-        if any(len(own) > tier.num_available for own, tier in zip(lone, self._tiers)):
-            return False
-        if any(self._copies.fills(g.id, {b for t in tables for b in t[g.id]}) for g in self._groups):
-            return False
+        lone = self.lone(list(states.values()))
+        for group, own in zip(self._groups, lone):
+            wanted = {b for state in states.values() for b in self._written(state, group)}
+            if len(own) > group.tier.num_available or self._copies.fills(group.id, wanted):
+                return False
         slots = []
-        for group, tier, own in zip(self._groups, self._tiers, lone):
-            slots.append(dict(zip(own, tier.take_private(len(own)))))
+        for group, own in zip(self._groups, lone):
+            slots.append(dict(zip(own, group.tier.take_private(len(own)))))
             for b, slot in slots[-1].items():
                 self._copies.add("swap_out", group.id, b, slot)
             self._stats.swapped_out_blocks += len(own)
-        for seq, own_tables in zip(seqs, tables):
+        for seq, state in states.items():
             entries = []
-            for group, table in zip(self._groups, own_tables):
+            for group in self._groups:
                 keys, slot_of = group.pool.keys, slots[group.id]
-                entries.append([_Entry(keys[b], slot_of.get(b, -1), not b) for b in table])
+                written = self._written(state, group)
+                entries.append([_Entry(keys[b], slot_of.get(b, -1), not b) for b in written])
                 for slot in {e.slot for e in entries[-1] if e.slot >= 0}:
                     self._users[group.id, slot] = self._users.get((group.id, slot), 0) + 1
             self._entries[seq] = entries
+        self.states.update(states)
         return True
 
-    def get(
-        self, seqs: list[int], chains: list[TokenChain], hints: Hints, now: float, spare: int
-    ) -> list[tuple[list[list[int]], int]] | None:
+    def get(self, seqs: Sequence[int], now: float, spare: int) -> dict[int, SeqState] | None:
         """Bring back what can be of all sequences, or nothing.
 
         Args:
             seqs: Swapped sequences; blocks they shared are shared again.
-            chains: Their tokens.
+            now: Logical time.
             spare: Blocks that have to stay free in every group.
 
         Returns:
-            For each (a table per group, leading blocks that are indexed), or None: no room.
+            Their books, or None: no room.
         """
-        all_tables = [self._tables(seq, chain) for seq, chain in zip(seqs, chains)]
-        for number, group in enumerate(self._groups):
-            here = {b for tables in all_tables for b in tables[number] if b > 0}
-            new = {b for tables in all_tables for b in tables[number] if b < 0}
+        states = [self.states[seq] for seq in seqs]
+        all_tables = [self._tables(seq, state.chain) for seq, state in zip(seqs, states)]
+        for group in self._groups:
+            here = {b for tables in all_tables for b in tables[group.id] if b > 0}
+            new = {b for tables in all_tables for b in tables[group.id] if b < 0}
             if len(new) + spare > group.pool.num_free - group.pool.num_idle(list(here)):
                 return None
-        out = []
-        for tables in all_tables:  # hold all that is here before any block is taken
-            out.append((tables, min(leading(table) for table in tables)))
+        for state, tables in zip(states, all_tables):  # take all that is here before any block is handed out
+            state.indexed = min(state.indexed, *(leading(table) for table in tables))
             for group, table in zip(self._groups, tables):
-                group.pool.touch([b for b in table if b > 0], 0, hints, now)
-        for number, group in enumerate(self._groups):
-            self._copy_in(group, [tables[number] for tables in all_tables], now)
-        for seq in seqs:
+                group.pool.touch([b for b in table if b > 0], 0, states[0].hints, now)
+        for group in self._groups:
+            self._copy_in(group, [tables[group.id] for tables in all_tables], now)
+        for seq, state, tables in zip(seqs, states, all_tables):
+            state.tables = tables
+            state.computed = min(state.computed, len(tables[0]) * self._groups[0].block_size)
             self._give_back(seq, read=True)
-        return out
+        return {seq: self.states.pop(seq) for seq in seqs}
 
     def _tables(self, seq: int, chain: TokenChain) -> list[list[int]]:
         """Where a sequence's blocks are, as far as they serve it: device ids, -1 - host slots, nulls."""
@@ -159,15 +163,16 @@ class SwapSpace:
                 table[i] = arrived[entry]
 
     def _give_back(self, seq: int, *, read: bool) -> None:
-        for number, (tier, entries) in enumerate(zip(self._tiers, self._entries.pop(seq))):
+        for group, entries in zip(self._groups, self._entries.pop(seq)):
             free = []
             for slot in {e.slot for e in entries if e.slot >= 0}:
-                self._users[number, slot] -= 1
-                if not self._users[number, slot]:
-                    del self._users[number, slot]
+                self._users[group.id, slot] -= 1
+                if not self._users[group.id, slot]:
+                    del self._users[group.id, slot]
                     free.append(slot)
-            tier.give_back(sorted(free), read=read)
+            group.tier.give_back(sorted(free), read=read)
 
     def drop(self, seq: int) -> None:
-        """A swapped sequence will not come back."""
-        self._give_back(seq, read=len(self._copies) > 0)
+        """A sequence will not come back; nothing happens if it is not swapped out."""
+        if self.states.pop(seq, None) is not None:
+            self._give_back(seq, read=len(self._copies) > 0)

@@ -19,16 +19,13 @@ class HostTier:
 
     Args:
         num_blocks: Host blocks; 0 keeps nothing.
-        on_stored: Told of each content that became resident here.
+
+    Attributes:
+        on_stored: Told of each content that became resident here, and of its slot.
         on_removed: Told of each content that left.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        on_stored: Callable[[bytes, int], None] | None = None,
-        on_removed: Callable[[bytes, int], None] | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
             raise ValueError(f"host_blocks={num_blocks}: must be 0 (no host tier) or positive")
         self.num_blocks = num_blocks
@@ -38,8 +35,8 @@ class HostTier:
         self._reading: dict[int, int] = {}
         self._returning: list[int] = []  # private slots given back while a copy still reads them
         self._private: set[int] = set()
-        self._on_stored = on_stored
-        self._on_removed = on_removed
+        self.on_stored: Callable[[bytes, int], None] | None = None
+        self.on_removed: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
         """Contents resident here."""
@@ -60,8 +57,8 @@ class HostTier:
         slot = self._take_slot()
         if slot >= 0:
             self._slot_of[key] = slot
-            if self._on_stored is not None:
-                self._on_stored(key, slot)
+            if self.on_stored is not None:
+                self.on_stored(key, slot)
         return slot
 
     def read(self, key: bytes) -> int:
@@ -83,8 +80,8 @@ class HostTier:
     def _drop(self, key: bytes) -> None:
         slot = self._slot_of.pop(key)
         self.version += 1
-        if self._on_removed is not None:
-            self._on_removed(key, slot)
+        if self.on_removed is not None:
+            self.on_removed(key, slot)
 
     # ------------------------------------------------------ swapped sequences
 

@@ -99,7 +99,7 @@ class Engine:
                 f"sampling={sampling!r}: must be SamplingParams; try SamplingParams(max_tokens=16)"
             )
         _check_ids(prompt_token_ids)
-        self.scheduler.check(len(prompt_token_ids), sampling.num_sequences)
+        self.scheduler.check(len(prompt_token_ids), sampling)
         ends = self._end_ids(sampling)
         if len(ends) > MAX_END_IDS:
             raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")

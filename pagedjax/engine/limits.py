@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import warnings
 
-from pagedjax.cache import KVCacheManager
+from pagedjax.cache import Hints, KVCacheManager
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine.request import SamplingParams
+
+
+def expected_output(sampling: SamplingParams, num_output_tokens: int = 0) -> Hints:
+    """What is known of a request's length, for managers that reserve ahead."""
+    left = sampling.max_tokens - num_output_tokens
+    known = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
+    return Hints(max_tokens=left, expected_tokens=left if known else None)
 
 
 def chunk_tokens(config: SchedulerConfig) -> int:
@@ -51,16 +59,21 @@ def check_limits(
 
 
 def check_request(
-    config: SchedulerConfig, manager: KVCacheManager, max_model_len: int, num_prompt_tokens: int, n: int
+    config: SchedulerConfig,
+    manager: KVCacheManager,
+    max_model_len: int,
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
 ) -> None:
     """Refuse a request that can never run, before it takes a place in the queue.
 
     A prompt that fits is accepted even where prompt + max_tokens would not: it then ends with
-    `FinishReason.CAPACITY` (pool) or `LENGTH` (model) at the last token there is room for.
+    `FinishReason.CAPACITY` (pool) or `LENGTH` (model) at the last token there is room for. Under a reservation
+    rule all that the rule reserves has to fit an empty pool.
 
     Args:
         num_prompt_tokens: Of the prompt.
-        n: Sequences that run together for it.
+        sampling: How it is to be continued.
 
     Raises:
         ValueError: Names what is needed and what there is.
@@ -73,12 +86,13 @@ def check_request(
             "to leave room for one new token; shorten it or raise model.max_model_len"
         )
     step_tokens = chunk_tokens(config) if config.chunked_prefill else num_prompt_tokens
-    needed, usable = manager.demand(num_prompt_tokens, step_tokens)
+    needed, usable = manager.demand(num_prompt_tokens, step_tokens, expected_output(sampling))
     if needed > usable:
         raise ValueError(
             f"prompt of {num_prompt_tokens} tokens: needs {needed} blocks, the pool has "
             f"{usable} usable; shorten it or raise cache.num_blocks"
         )
+    n = sampling.num_sequences
     if n > config.max_num_seqs:
         raise ValueError(
             f"n={n}: must not exceed max_num_seqs={config.max_num_seqs}, the samples of a request "

@@ -21,12 +21,13 @@ when it comes back after a preemption, its beams fork where they part.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
-from pagedjax.cache import Hints, Hit, KVCacheManager
+from pagedjax.cache import Hit, KVCacheManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.limits import check_limits, check_request, chunk_tokens
+from pagedjax.engine.limits import check_limits, check_request, chunk_tokens, expected_output
 from pagedjax.engine.preemption import PreemptionCost
-from pagedjax.engine.request import FinishReason, Request, Sequence, Status
+from pagedjax.engine.request import FinishReason, Request, SamplingParams, Sequence, Status
 from pagedjax.engine.step import Row, StepPlan
 
 
@@ -90,9 +91,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ queue
 
-    def check(self, num_prompt_tokens: int, n: int) -> None:
-        """Raise what makes a request of n sequences impossible to run; see `limits.check_request`."""
-        check_request(self.config, self.manager, self.max_model_len, num_prompt_tokens, n)
+    def check(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raise what makes a request impossible to run; see `limits.check_request`."""
+        check_request(self.config, self.manager, self.max_model_len, num_prompt_tokens, sampling)
 
     def add(self, request: Request) -> None:
         """Queue a request that passed `check`."""
@@ -228,15 +229,12 @@ class Scheduler:
             request.fork_at = _num_common([seq.chain.tokens for seq in request.live])
         # The hit must leave the leader a token to compute before the others fork from it.
         limit = None if request.forked else request.fork_at - 1
-        left = sampling.max_tokens - leader.num_output_tokens
-        known = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
-        hints = Hints(
+        hints = replace(
+            expected_output(sampling, leader.num_output_tokens),
             resumed=request.num_preemptions > 0,
             max_hit_tokens=limit,
             cache_read=sampling.prompt_logprobs is None
             or len(request.prompt_details) >= request.num_prompt_tokens - 1,
-            max_tokens=left,
-            expected_tokens=left if known else None,
         )
         hit = self.manager.begin(leader.seq_id, leader.chain, hints)
         leader.num_computed_tokens = hit.num_tokens

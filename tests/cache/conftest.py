@@ -233,8 +233,8 @@ class World:
         assert block != 0
         holders = [s for s in self.chains if s not in self.swapped and block in self.m.table(s, g)]
         assert holders == [seq], (block, holders)
-        assert self.m._pools[g].keys[block] is None
-        assert all(block not in tables[g] for tables in self.m._pins.values())
+        assert self.m._groups[g].pool.keys[block] is None
+        assert all(block not in blocks for blocks in self.m._pins.tables(g))
 
     def copy(self, plan):
         for batch in plan.batches:
@@ -374,7 +374,7 @@ class World:
         if any(b < 0 for table in tables for b in table):
             return 0
         shared = []
-        for g, keys in enumerate(pool.keys for pool in self.m._pools):
+        for g, keys in enumerate(group.pool.keys for group in self.m._groups):
             best = 0
             for b, key in enumerate(keys):
                 if key is not None:

@@ -28,7 +28,7 @@ def test_B093_groups_agree_on_a_common_hit():
 def test_B093_through_the_manager(drive, tokens, gone, hit):
     d, prompt = drive(groups=[KVGroup(window=8)]), tokens.new(21)
     d.send(prompt)
-    pool = d.m._pools[0]
+    pool = d.m._groups[0].pool
     blocks = d.m._groups[0].index.resident(d.chain(prompt), 5)
     victims = [blocks[i] for i in gone]
     pool._recycle(victims, evicted=True)
@@ -55,7 +55,7 @@ def test_fit_is_what_trying_every_length_finds(window, size):
 def test_blocks_behind_the_window_are_released(drive, tokens):
     d = drive(groups=[KVGroup(), KVGroup(window=8)])
     seq = d.start(tokens.new(40))
-    full, window = d.m._pools
+    full, window = (group.pool for group in d.m._groups)
     assert (full.num_in_use, window.num_in_use) == (10, 2)
     assert d.m.table(seq, 1)[:8] == [0] * 8
     a, b = d.m.tables([seq], 12)
@@ -80,12 +80,12 @@ def test_B035_each_group_is_freed_tail_first_on_both_paths(drive, tokens):
         seq, prompt = 0, list(range(8))
         d.start(prompt)
         if deferred:  # a pending copy reads one of the blocks when they are freed
-            for pool, table in zip(d.m._pools, (d.m.table(seq, 0), d.m.table(seq, 1))):
-                pool.hold(table[0])
+            for pool, table in zip((g.pool for g in d.m._groups), (d.m.table(seq, 0), d.m.table(seq, 1))):
+                pool.add_reader(table[0])
         d.m.release(seq)
-        for pool in d.m._pools:
+        for pool in (g.pool for g in d.m._groups):
             pool.settle()
-        orders.append([pool.policy.victim(9, 0.0) for pool in d.m._pools])
+        orders.append([pool.policy.victim(9, 0.0) for pool in (g.pool for g in d.m._groups)])
     assert orders[0] == orders[1] == [[2, 1], [2, 1]]
 
 
@@ -262,7 +262,7 @@ def test_a_swapped_sequence_can_be_released(drive, tokens):
     d.m.take_copies()
     d.m.release(seq)
     d.m.check_invariants()
-    assert d.m._tiers[0].num_available == 4
+    assert d.m._groups[0].tier.num_available == 4
 
 
 # --- pinned tables

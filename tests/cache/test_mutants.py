@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from pagedjax.cache import InvariantError, PagedManager, copies
+from pagedjax.cache.admission import Admission
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.eviction import LRU
 from pagedjax.cache.hash_index import HashIndex
@@ -110,7 +111,7 @@ def _hash_before_write(monkeypatch):
 
 def _hits_counted_as_free(monkeypatch):
     """`need > free - hits in the queue` weakened to `need > free`."""
-    monkeypatch.setattr(PagedManager, "_num_waiting", lambda self, state, group: 0)
+    monkeypatch.setattr(Admission, "num_waiting", lambda self, state, group: 0)
 
 
 def _repeated_destination(monkeypatch):
@@ -165,6 +166,6 @@ def test_mutant_is_caught(drive, world, monkeypatch, plant):
 
 def test_an_invariant_error_dumps_the_books(drive):
     d = drive(usable=3)
-    d.m._pools[0].ref[1] = 5
+    d.m._groups[0].pool.ref[1] = 5
     with pytest.raises(InvariantError, match="block 1: is"):
         d.m.check_invariants()

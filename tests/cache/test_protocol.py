@@ -111,7 +111,7 @@ def test_reset_strict_refuses_what_preempt_does(manager):
     manager.commit(0, 8, 1.0)
     assert not manager.reset("strict")
     assert manager.reset("preempt").preempted == (0,)
-    assert manager.reset("strict") and manager.peek(_chain(9)) == 0
+    assert manager.reset("strict") and manager.begin(1, _chain(9)).num_tokens == 0
     manager.check_invariants()
 
 

@@ -52,8 +52,8 @@ def _check_contents(engine, chains):
     }
     for b, key in engine.manager.snapshot()["groups"][0]["keys"].items():
         assert engine.runner.pool[b].tolist() == blocks[key]
-    for key in engine.manager._tiers[0].contents():
-        slot = engine.manager._tiers[0].find(key)
+    for key in engine.manager._groups[0].tier.contents():
+        slot = engine.manager._groups[0].tier.find(key)
         assert engine.runner.host[slot].tolist() == blocks[key]
 
 

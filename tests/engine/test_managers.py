@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedjax.cache import POLICIES, ReservationManager
+from pagedjax.cache import POLICIES, Hints, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
@@ -74,3 +74,26 @@ def test_B017_a_block_longer_than_any_sequence_is_warned_of(make_engine):
     with pytest.warns(UserWarning, match=r"block_size=64 exceeds max_model_len=60: .*lower cache.block_size"):
         make_engine(block_size=64, max_model_len=60)
     make_engine(block_size=64, max_model_len=64)  # warnings are errors here
+
+
+def test_F010_a_reservation_that_can_never_run_is_refused_when_added(make_engine):
+    """15 usable blocks of 4: the largest chunk has 8."""
+    runner = type(make_engine().runner)
+    for rule, max_tokens, blocks in [("max", 4, 16), ("oracle", 60, 16), ("pow2", 40, 16), ("oracle", 28, 0)]:
+        manager = ReservationManager(num_blocks=16, block_size=4, rule=rule, max_tokens=64)
+        engine = Engine(manager, runner(manager), SchedulerConfig(8, 64), max_model_len=64)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        if blocks:
+            with pytest.raises(ValueError, match=f"needs {blocks} blocks, the pool has 8 usable"):
+                engine.add([1, 2, 3, 4], sampling)
+            assert not engine.has_work
+        else:
+            _run(engine, [[1, 2, 3, 4]] * 3, max_tokens)
+
+
+def test_F010_what_was_accepted_still_fits_when_it_comes_back():
+    """Rounding anew after a preemption may not ask for more than any chunk holds."""
+    manager = ReservationManager(num_blocks=17, block_size=4, rule="pow2", max_tokens=256)
+    for done in range(32):  # 15 done: 35 tokens and 17 to come, rounded to 32, would be 17 blocks
+        needed, usable = manager.demand(20 + done, 4, Hints(max_tokens=32 - done, resumed=done > 0))
+        assert needed <= usable == 16, done

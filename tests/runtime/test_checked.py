@@ -132,10 +132,10 @@ def test_faults_in_the_books_stop_the_step(checked_engine, run_all, fault, monke
         engine.step()
     table = manager._seqs[0].tables[0]
     if fault == "shared":
-        manager._pools[0].ref[table[-1]] += 1
+        manager._groups[0].pool.ref[table[-1]] += 1
         monkeypatch.setattr(manager, "_unwritable", lambda *_: [])  # copy-on-write forgotten
     elif fault == "indexed":
-        manager._pools[0].keys[table[-1]] = b"some digest"
+        manager._groups[0].pool.keys[table[-1]] = b"some digest"
         monkeypatch.setattr(manager, "_unwritable", lambda *_: [])
     elif fault == "past the pool":
         table[-1] = manager.num_blocks  # layer 0: would be the null block of layer 1

@@ -5,7 +5,8 @@ operations for each few chunks. `native.cc` reads the pool in place, once, throu
 interface and on XLA's own threads. Rows of several tokens are left to `xla`: there the products dominate.
 
 The library is compiled for this very machine by its C++ compiler, once, into the user's cache folder
-(`prepare`). Where there is none, `xla` serves, and `pagedjax doctor` says so.
+(`prepare`). Where there is none, `xla` serves, and `pagedjax doctor` says so. As build tools do, it reads the
+environment: CXX names the compiler, and PAGEDJAX_MARCH another instruction set than the machine's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 # No -ffast-math: it would reorder the argument reduction of exp. Only the marked loops are reordered.
 _FLAGS = (
     "-O3",
-    "-march=native",
     *(["-mprefer-vector-width=512"] if _X86 else []),
     "-std=c++17",
     "-shared",
@@ -57,13 +57,18 @@ def compiler() -> str | None:
     )
 
 
+def target() -> str:
+    """The instruction set that `build` compiles for, as -march takes it: $PAGEDJAX_MARCH, or "native"."""
+    return os.environ.get("PAGEDJAX_MARCH") or "native"
+
+
 def library_path() -> Path:
-    """Where the library of this source, jaxlib and machine lies or would lie."""
+    """Where the library of this source, target, jaxlib and machine lies or would lie."""
     import jaxlib
 
     parts = (
         _SOURCE.read_bytes(),
-        " ".join(_FLAGS).encode(),
+        " ".join((target(), *_FLAGS)).encode(),
         jaxlib.__version__.encode(),
         _machine().encode(),
     )
@@ -88,7 +93,15 @@ def build() -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [found, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(made)]
+        command = [
+            found,
+            f"-march={target()}",
+            *_FLAGS,
+            f"-I{jax.ffi.include_dir()}",
+            str(_SOURCE),
+            "-o",
+            str(made),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"native CPU kernel: {' '.join(command)} failed:\n{done.stderr.strip()}")

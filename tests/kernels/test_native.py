@@ -3,6 +3,7 @@
 import os
 import stat
 
+import isa
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,11 +45,33 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(empty_folder, monkeypa
 
 def test_the_library_is_named_by_all_that_makes_it(monkeypatch):
     names = {native.library_path().name}
-    for name, value in (("_FLAGS", ("-O0",)), ("_machine", lambda: "another CPU")):
+    for name, value in (("_FLAGS", ("-O0",)), ("_machine", lambda: "another CPU"), ("target", lambda: "x")):
         with monkeypatch.context() as patch:
             patch.setattr(native, name, value)
             names.add(native.library_path().name)
-    assert len(names) == 3
+    assert len(names) == 4
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="native cannot be built: no C++ compiler here")
+def test_the_target_goes_to_the_compiler_which_refuses_what_it_does_not_know(empty_folder, monkeypatch):
+    monkeypatch.setenv("PAGEDJAX_MARCH", "no-such-cpu")
+    with pytest.raises(RuntimeError, match=r"(?s)-march=no-such-cpu.* failed:.*no-such-cpu"):
+        native.build()
+    monkeypatch.setenv("PAGEDJAX_MARCH", "")
+    assert native.target() == "native"
+
+
+def test_F110_rows_of_make_test_isa_that_do_not_apply_are_named(monkeypatch):
+    assert not isa.refusal(*isa.ROWS[-1])
+    monkeypatch.setattr(isa, "cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr(isa, "X86", True)
+    assert [isa.refusal(*row) for row in isa.ROWS] == ["", "this CPU has no avx2", ""]
+    monkeypatch.setattr(isa, "X86", False)
+    assert [isa.refusal(*row).split(" is ")[0] for row in isa.ROWS] == ["x86-64-v2", "x86-64-v3", ""]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    limited = isa.environment(*isa.ROWS[1][:2])
+    assert limited["XLA_FLAGS"] == "--xla_dump_to=x --xla_cpu_max_isa=AVX2"
+    assert limited["PAGEDJAX_MARCH"] == "x86-64-v3"
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="native cannot be built: no C++ compiler here")

@@ -43,7 +43,7 @@ def test_no_race_and_no_read_of_poisoned_scratch(build, oracle, rows):
     outs = []
     assert not race_found(lambda: outs.append(run(step, pltpu.InterpretParams(detect_races=True))))
     out = outs[0]
-    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
 
 
 def test_a_planted_race_is_found():
@@ -73,7 +73,7 @@ def test_groups_merge_on_the_tpu_path_too(build, oracle):
     step.ragged = plan_ragged(step.query_lens, [len(k) for k in step.keys], step.tables, **args)
     assert int(step.ragged.decode_list(None).num_groups) == 1
     out = run(step, True)
-    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
 
 
 def test_refusals_name_the_limit(build):

@@ -50,6 +50,7 @@ class Case:
         context: Tokens per row, those of the shared prefix included.
         shared: Leading tokens that all rows have in the same blocks.
         block_size: B.
+        table_tokens: Also measured with a table of room for so many tokens; 0 has the context's alone.
     """
 
     heads: tuple[int, int]
@@ -58,6 +59,7 @@ class Case:
     context: int
     shared: int = 0
     block_size: int = 16
+    table_tokens: int = 0
 
     @property
     def kv_floats(self) -> int:
@@ -67,7 +69,8 @@ class Case:
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 CPU_CASES = (
-    *(Case((9, 3), 64, batch, 512) for batch in (1, 8, 32)),
+    *(Case((9, 3), 64, batch, 512, table_tokens=32_768 if batch == 8 else 0) for batch in (1, 8, 32)),
+    Case((32, 8), 128, 8, 512, table_tokens=32_768),
     *(Case((32, 8), 128, 8, 4096, block_size=size) for size in _BLOCK_SIZES),
     Case((9, 3), 64, 32, 2048 + 128, shared=2048),
     Case((32, 8), 128, 32, 2048 + 128, shared=2048),
@@ -201,6 +204,11 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         shared = {"heads": heads, "head_dim": head_dim, "batch": 32, "context": 2048 + 128, "shared": 2048}
         text = f"xla without cascade over with, {heads}/{head_dim}"
         claim(text, ms("xla", **shared), ms("xla cascade", **shared), least=2.5)
+    for heads, head_dim in (("9/3", 64), ("32/8", 128)):
+        short = {"heads": heads, "head_dim": head_dim, "batch": 8, "context": 512, "shared": 0}
+        for name in ("xla", "native"):
+            text = f"{name}, 8 rows of 512 tokens, a table of 32,768 over one of 512, {heads}/{head_dim}"
+            claim(text, ms(f"{name} wide table", **short), ms(name, **short), most=1.1)
     for size, share in ((64, 0.75), (16, 0.65)):
         case = llama | {"batch": 64, "block_size": size, "implementation": "pallas_mosaic"}
         reached = [row["of_copy"] for row in rows if all(row[name] == value for name, value in case.items())]
@@ -245,11 +253,11 @@ def _paged(
     blocks = padded.reshape(case.batch, width, B, layout.width)
     pool = KVPool(jnp.zeros(layout.shape, rows.dtype).at[tables].set(blocks), layout)
 
-    def plan(max_groups: int) -> RaggedBatch:
+    def plan(max_groups: int = 0, room: int = 0) -> RaggedBatch:
         ragged = plan_ragged(
             np.ones(case.batch, np.int32),
             np.full(case.batch, case.context, np.int32),
-            tables,
+            np.pad(tables, ((0, 0), (0, room // B - width))) if room else tables,
             block_size=B,
             num_tokens_bucket=case.batch,
             num_seqs_bucket=case.batch,
@@ -263,15 +271,20 @@ def _paged(
             lambda q, pool, t: _gather_all(q, pool, t, case.context), q, pool, jnp.asarray(tables)
         ),
     }
+    plans = {"": plan()}
+    if case.shared:
+        plans[" cascade"] = plan(max_groups=1)
+    if case.table_tokens:
+        plans[" wide table"] = plan(room=case.table_tokens)
     for name in IMPLEMENTATIONS:
-        for max_groups in (0, 1) if case.shared else (0,):
-            label = f"{name} cascade" if max_groups else name
+        for suffix, ragged in plans.items():
+            label = name + suffix
             try:
                 calls[label] = _call(
                     lambda q, pool, ragged, name=name: paged_attention(
                         q, pool, 0, ragged, scale=H**-0.5, implementation=name
                     ),
-                    q, pool, plan(max_groups),
+                    q, pool, ragged,
                 )  # fmt: skip
             except NotImplementedError as limit:
                 tell(f"{label} left out, blocks of {B}: {limit}")

@@ -7,9 +7,10 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pagedjax.kernels import native, pallas_mosaic, pallas_tpu, xla
-from pagedjax.kernels.layout import KVPool, RaggedBatch, check_layer, device_class
+from pagedjax.kernels import doors, native, pallas_mosaic, pallas_tpu, xla
+from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class, known_layer
 from pagedjax.kernels.plan import CHUNK_TOKENS
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
@@ -85,7 +86,8 @@ def paged_attention(
         return_lse: Also return the log-sum-exp of the scores (sinks included), f32[T, N].
 
     Returns:
-        f[T, N, H] in q's dtype. Padding tokens and rows of length 0 give 0 (log-sum-exp -inf).
+        f[T, N, H] in q's dtype. Padding tokens and rows of length 0 give 0 (log-sum-exp -inf). A NaN among what a
+        query sees, or in the query, gives NaN; so does a traced layer outside [0, L).
 
     Raises:
         ValueError: Arguments that no implementation could serve.
@@ -95,15 +97,24 @@ def paged_attention(
         PagedAttention (Kwon et al., SOSP 2023, §4.1); log-sum-exp merging as in FlashAttention
         (Dao et al., 2022) and Flash-Decoding (2023).
     """
-    _check(q, pool, layer, ragged, window, soft_cap, sinks)
+    _check(q, pool, layer, ragged, sinks)
+    scale, window = doors.real("scale", scale), doors.window_tokens(window)
+    if soft_cap is not None and not (soft_cap := doors.real("soft_cap", soft_cap)) > 0:
+        raise ValueError(f"soft_cap={soft_cap}: must be positive; None leaves scores as they are")
+    ragged.decode_list(window)
     names = _order(implementation)
     ragged = jax.tree.map(jnp.asarray, ragged)
+    if not isinstance(layer, (int, np.integer)):
+        layer, known = known_layer(pool.layout, layer)
+        q = jnp.where(known, q, jnp.nan)  # no layer's keys are its
     refusals = []
     for name in names:
         try:
-            out, lse = IMPLEMENTATIONS[name](
-                q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-            )
+            # Kernels count in int32 and compute in float32, whatever `jax_enable_x64` makes of a bare number.
+            with jax.enable_x64(False):
+                out, lse = IMPLEMENTATIONS[name](
+                    q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+                )
         except NotImplementedError as error:
             refusals.append(f"{name}: {error}")
         else:
@@ -132,24 +143,11 @@ def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check(
-    q: jax.Array,
-    pool: KVPool,
-    layer: int | jax.Array,
-    ragged: RaggedBatch,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
+    q: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, sinks: jax.Array | None
 ) -> None:
-    layout = pool.layout
-    check_layer(layout, layer)
-    T = ragged.num_tokens_bucket
-    if q.ndim != 3 or q.shape[0] != T or q.shape[2] != layout.head_dim:
-        raise ValueError(f"q.shape={q.shape}: must be [T={T}, N, H={layout.head_dim}]")
-    if q.shape[1] % layout.num_kv_heads:
-        raise ValueError(f"N={q.shape[1]} query heads: must be a multiple of K={layout.num_kv_heads}")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: must be at least 1 (the query's own key); None sees all")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap}: must be positive; None leaves scores as they are")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks.shape={sinks.shape}: must be [N]={(q.shape[1],)}")
+    doors.check_pool(pool)
+    doors.check_layer(pool.layout, layer)
+    doors.check_ragged(ragged, pool.layout)
+    doors.check_query(q, pool.layout, ragged)
+    if sinks is not None:
+        doors.require(doors.dimensions(N=q.shape[1]), "sinks", sinks, "N", float)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pagedjax.kernels import native
-from pagedjax.kernels.layout import KVPool, check_layer, read_rows, write_rows
+from pagedjax.kernels import doors, native
+from pagedjax.kernels.layout import KVPool, read_rows, write_rows
 
 
 def write_kv(
@@ -16,23 +16,24 @@ def write_kv(
 
     Args:
         pool: Donate it to the enclosing jit, and use only the returned one.
-        layer: 0 to L-1, Python int or i32[].
+        layer: 0 to L-1, Python int or i32[]; a traced one outside writes nothing.
         k: f[T, K, H], cast to the pool's dtype.
         v: f[T, K, H].
         slot_mapping: i32[T], block id * B + offset. Slots outside [0, P*B) are dropped: padding is -1.
 
     Raises:
-        ValueError: k or v does not have shape [T, K, H] of slot_mapping and pool, or a layer that is known
-            while tracing is not one of the pool's.
+        ValueError: k or v is not f[T, K, H] of slot_mapping and pool, the pool's array is not its layout's, or a
+            layer that is known while tracing is not one of the pool's.
     """
     layout = pool.layout
-    check_layer(layout, layer)
-    slots = jnp.asarray(slot_mapping, jnp.int32)
-    expected = (slots.shape[0], layout.num_kv_heads, layout.head_dim)
+    doors.check_pool(pool)
+    doors.check_layer(layout, layer)
+    slots = doors.known_ids("slot_mapping", slot_mapping)
+    dims = doors.dimensions(T=slots.shape[0], K=layout.num_kv_heads, H=layout.head_dim)
     for name, x in (("k", k), ("v", v)):
-        if x.shape != expected:
-            raise ValueError(f"{name}.shape={x.shape}: must be [T, K, H]={expected} of slots and pool")
-    flat = (expected[0], layout.kv_width)
+        doors.require(dims, name, x, "TKH", float)
+    T = slots.shape[0]
+    flat = (T, layout.kv_width)
     kv = jnp.concatenate([k.reshape(flat), v.reshape(flat)], axis=1).astype(pool.data.dtype)
     if native.serves(pool):
         return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
@@ -51,7 +52,7 @@ def copy_blocks(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
     Raises:
         ValueError: src and dst differ in shape or are not one-dimensional.
     """
-    _check_ids(src=src, dst=dst)
+    src, dst = doors.known_ids("src", src), doors.known_ids("dst", dst)
     if src.shape != dst.shape:
         raise ValueError(f"src.shape={src.shape}: must equal dst.shape={dst.shape}")
     return scatter_blocks(pool, dst, gather_blocks(pool, src))
@@ -59,9 +60,10 @@ def copy_blocks(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
 
 def gather_blocks(pool: KVPool, ids: jax.Array) -> jax.Array:
     """Reads whole blocks of all layers: i32[C] → f[L, C, B, width]; ids outside [0, P) read block 0."""
-    _check_ids(ids=ids)
+    doors.check_pool(pool)
+    ids = doors.known_ids("ids", ids)
     layers = jnp.arange(pool.layout.num_layers, dtype=jnp.int32)[:, None]
-    rows = read_rows(pool.layout, layers, jnp.asarray(ids, jnp.int32)[None, :])
+    rows = read_rows(pool.layout, layers, ids[None, :])
     return pool.data.at[rows].get(mode="promise_in_bounds")
 
 
@@ -71,17 +73,11 @@ def scatter_blocks(pool: KVPool, ids: jax.Array, blocks: jax.Array) -> KVPool:
     Raises:
         ValueError: blocks does not have the shape that gather_blocks returns for these ids.
     """
-    _check_ids(ids=ids)
+    doors.check_pool(pool)
+    ids = doors.known_ids("ids", ids)
     layout = pool.layout
-    expected = (layout.num_layers, ids.shape[0], layout.block_size, layout.width)
-    if blocks.shape != expected:
-        raise ValueError(f"blocks.shape={blocks.shape}: must be [L, C, B, width]={expected}")
+    dims = doors.dimensions(L=layout.num_layers, C=ids.shape[0], B=layout.block_size, W=layout.width)
+    doors.require(dims, "blocks", blocks, "LCBW", float)
     layers = jnp.arange(layout.num_layers, dtype=jnp.int32)[:, None]
-    rows = write_rows(layout, layers, jnp.asarray(ids, jnp.int32)[None, :])
+    rows = write_rows(layout, layers, ids[None, :])
     return KVPool(pool.data.at[rows].set(blocks.astype(pool.data.dtype), mode="drop"), layout)
-
-
-def _check_ids(**arrays: jax.Array) -> None:
-    for name, ids in arrays.items():
-        if ids.ndim != 1:
-            raise ValueError(f"{name}.shape={ids.shape}: must be one-dimensional block ids")

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 LANES = 128
 POOL_DTYPES = ("float32", "bfloat16", "float16")
@@ -90,12 +89,6 @@ def check_block_size(block_size: int) -> None:
         raise ValueError(f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32")
 
 
-def check_layer(layout: KVLayout, layer: Any) -> None:
-    """Raises ValueError where a layer known while tracing is outside [0, L): its rows would be another layer's."""
-    if isinstance(layer, (int, np.integer)) and not 0 <= layer < layout.num_layers:
-        raise ValueError(f"layer={layer}: must be between 0 and {layout.num_layers - 1}, the pool's layers")
-
-
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class KVPool:
@@ -162,7 +155,7 @@ class DecodeList:
         "tile_start",
         "num_tiles",
     ],
-    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries"],
+    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries", "block_size"],
 )
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -186,6 +179,7 @@ class RaggedBatch:
         decode_bucket: Sd, most decode rows; 0 compiles no decode part. Static.
         chunk_tokens: Keys per decode item. Static.
         tile_queries: Tokens per tile; 0 compiles no tile part. Static.
+        block_size: B of the pool that was planned for. Static.
     """
 
     slot_mapping: Any
@@ -201,15 +195,25 @@ class RaggedBatch:
     decode_bucket: int
     chunk_tokens: int
     tile_queries: int
+    block_size: int
 
     @property
     def num_tokens_bucket(self) -> int:
         return self.slot_mapping.shape[0]
 
     def decode_list(self, window: int | None) -> DecodeList:
-        """The list planned for this window, else the one that leaves nothing out."""
+        """The list planned for this window, else the one that leaves nothing out.
+
+        Raises:
+            ValueError: The window was not planned and the list of all keys leaves chunks to groups, which see
+                every key.
+        """
         by_window = {work.window: work for work in self.decode_lists}
-        return by_window[window] if window in by_window else by_window[None]
+        if window not in by_window and by_window[None].group_row.shape[0]:
+            raise ValueError(
+                f"window={window}: must be planned where groups are; add it to plan_ragged's windows"
+            )
+        return by_window.get(window, by_window[None])
 
 
 def device_class() -> str:
@@ -220,22 +224,24 @@ def device_class() -> str:
     return "hopper" if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")) else "gpu"
 
 
+def known_layer(layout: KVLayout, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(layer i32[…] within [0, L), whether it was): one that is traced is not known before."""
+    index = jnp.asarray(layer, jnp.int32)
+    inside = (index >= 0) & (index < layout.num_layers)
+    return jnp.clip(index, 0, layout.num_layers - 1), inside
+
+
 def read_rows(layout: KVLayout, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
-    """Pool rows of a layer's blocks; an id outside [0, P) reads the layer's null block."""
+    """Pool rows of a layer's blocks; an id outside [0, P) reads the layer's null block, whatever the layer a row."""
     inside = (block_ids >= 0) & (block_ids < layout.num_blocks)
-    return jnp.where(inside, block_ids, 0) + jnp.asarray(layer, jnp.int32) * layout.num_blocks
+    return jnp.where(inside, block_ids, 0) + known_layer(layout, layer)[0] * layout.num_blocks
 
 
 def write_rows(layout: KVLayout, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
-    """Pool rows to write; an id outside [0, P) becomes row L*P, which a dropping scatter leaves out.
+    """Pool rows to write; an id outside [0, P) or a layer outside [0, L) becomes row L*P, which is dropped.
 
     Without it, id P of layer 0 would be block 0 of layer 1, and -1 the last block of the layer before.
     """
-    inside = (block_ids >= 0) & (block_ids < layout.num_blocks)
-    rows = block_ids + jnp.asarray(layer, jnp.int32) * layout.num_blocks
-    return jnp.where(inside, rows, layout.num_layers * layout.num_blocks)
-
-
-def as_int32(values: Any) -> np.ndarray:
-    """A fresh int32 numpy copy, so that no caller's later change reaches a step in flight."""
-    return np.array(values, dtype=np.int32)
+    index, known = known_layer(layout, layer)
+    inside = known & (block_ids >= 0) & (block_ids < layout.num_blocks)
+    return jnp.where(inside, block_ids + index * layout.num_blocks, layout.num_layers * layout.num_blocks)

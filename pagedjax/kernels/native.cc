@@ -215,7 +215,7 @@ void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T
   for (int64_t row = 0; row < s.S; ++row) {
     const int64_t len = row < num_rows ? std::min<int64_t>(lens[row], s.M * s.B) : 0;
     const int64_t behind = s.window > 0 ? std::max<int64_t>(len - s.window, 0) : 0;
-    for (int64_t at = row < num_rows ? skip[row] * s.chunk : 0; at < len; at += s.chunk) {
+    for (int64_t at = row < num_rows ? std::max<int64_t>(skip[row], 0) * s.chunk : 0; at < len; at += s.chunk) {
       const int64_t begin = std::max(at, behind);
       const int64_t end = std::min(at + s.chunk, len);
       if (begin < end) tasks.push_back({row, begin, end});
@@ -251,19 +251,42 @@ void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T
   }
 }
 
-ffi::Error Decode(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::AnyBuffer layer,
-                  ffi::AnyBuffer tables, ffi::AnyBuffer lens, ffi::AnyBuffer skip, ffi::AnyBuffer num_rows,
-                  ffi::Result<ffi::AnyBuffer> acc, ffi::Result<ffi::AnyBuffer> m, ffi::Result<ffi::AnyBuffer> l,
-                  int64_t blocks, int64_t chunk, int64_t window, float soft_cap) {
+// Buffers whose dtype and rank the interface itself checks.
+using F32x4 = ffi::Buffer<ffi::F32, 4>;
+using F32x3 = ffi::Buffer<ffi::F32, 3>;
+using Table = ffi::Buffer<ffi::S32, 2>;
+using Ints = ffi::Buffer<ffi::S32, 1>;
+using Int = ffi::Buffer<ffi::S32, 0>;
+
+// How many layers of so many blocks a pool [rows, B, W] holds, or 0 if it is no such pool.
+int64_t NumLayers(ffi::AnyBuffer pool, int64_t blocks) {
+  const auto dims = pool.dimensions();
+  return dims.size() == 3 && blocks > 0 && dims[0] % blocks == 0 ? dims[0] / blocks : 0;
+}
+
+ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int layer, Table tables,
+                  Ints lens, Ints skip, Int num_rows, ffi::Result<F32x4> acc, ffi::Result<F32x3> m,
+                  ffi::Result<F32x3> l, int64_t blocks, int64_t chunk, int64_t window,
+                  float soft_cap) {
   const auto dims = q.dimensions();
   const auto pool_dims = pool.dimensions();
+  const int64_t layers = NumLayers(pool, blocks);
+  if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
   const Shape s{dims[0], dims[1],  dims[2],      dims[3], tables.dimensions()[1], blocks,
                 pool_dims[1], pool_dims[2], chunk, window,  soft_cap};
-  auto ints = [](ffi::AnyBuffer& b) { return static_cast<const int32_t*>(b.untyped_data()); };
-  auto floats = [](ffi::Result<ffi::AnyBuffer>& b) { return static_cast<float*>(b->untyped_data()); };
+  const int64_t heads = s.S * s.K * s.G;
+  if (2 * s.K * s.H > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || chunk < 1)
+    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token in blocks of a power of two");
+  if (tables.dimensions()[0] < s.S || static_cast<int64_t>(lens.element_count()) < s.S ||
+      static_cast<int64_t>(skip.element_count()) < s.S || static_cast<int64_t>(acc->element_count()) != heads * s.H ||
+      static_cast<int64_t>(m->element_count()) != heads || static_cast<int64_t>(l->element_count()) != heads)
+    return ffi::Error::InvalidArgument("tables, lens, skip and results: must have the queries' rows");
+  const int64_t rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, s.S);
+  // As in xla.py: the caller has made NaN of the queries of a layer that is none.
+  const int64_t at = std::clamp<int64_t>(layer.typed_data()[0], 0, layers - 1);
   auto run = [&](auto* data) {
-    DecodeAll(threads, s, static_cast<const float*>(q.untyped_data()), data, ints(layer)[0], ints(tables),
-              ints(lens), ints(skip), ints(num_rows)[0], floats(acc), floats(m), floats(l));
+    DecodeAll(threads, s, q.typed_data(), data, at, tables.typed_data(), lens.typed_data(), skip.typed_data(), rows,
+              acc->typed_data(), m->typed_data(), l->typed_data());
     return ffi::Error::Success();
   };
   if (pool.element_type() == ffi::F32) return run(static_cast<const float*>(pool.untyped_data()));
@@ -271,19 +294,26 @@ ffi::Error Decode(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool
   return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
 }
 
-// Rows kv[t] to slots[t] of one layer, in place; slots outside the layer are dropped.
-ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, ffi::AnyBuffer slots, ffi::AnyBuffer layer,
-                 ffi::Result<ffi::AnyBuffer> out, int64_t blocks) {
+// Rows kv[t] to slots[t] of one layer, in place; slots outside the layer, and layers outside the pool, are dropped.
+ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, Ints slots, Int layer, ffi::Result<ffi::AnyBuffer> out,
+                 int64_t blocks) {
+  const int64_t layers = NumLayers(pool, blocks);
+  if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
   const auto dims = pool.dimensions();
+  const auto kv_dims = kv.dimensions();
+  if (kv.element_type() != pool.element_type() || kv_dims.size() != 2 || kv_dims[1] > dims[2] ||
+      static_cast<int64_t>(slots.element_count()) < kv_dims[0] || out->size_bytes() != pool.size_bytes())
+    return ffi::Error::InvalidArgument("kv: must be rows of the pool's dtype, a slot each");
   const int64_t size = static_cast<int64_t>(pool.size_bytes()) / (dims[0] * dims[1] * dims[2]);
-  const int64_t row_bytes = dims[2] * size, used = kv.dimensions()[1] * size;
+  const int64_t row_bytes = dims[2] * size, used = kv_dims[1] * size;
   char* data = static_cast<char*>(out->untyped_data());
   if (data != pool.untyped_data()) std::memcpy(data, pool.untyped_data(), pool.size_bytes());
   const char* rows = static_cast<const char*>(kv.untyped_data());
-  const int32_t* slot = static_cast<const int32_t*>(slots.untyped_data());
-  const int64_t per_layer = blocks * dims[1];
-  data += static_cast<const int32_t*>(layer.untyped_data())[0] * per_layer * row_bytes;
-  for (int64_t t = 0; t < kv.dimensions()[0]; ++t) {
+  const int32_t* slot = slots.typed_data();
+  const int64_t per_layer = blocks * dims[1], at = layer.typed_data()[0];
+  if (at < 0 || at >= layers) return ffi::Error::Success();
+  data += at * per_layer * row_bytes;
+  for (int64_t t = 0; t < kv_dims[0]; ++t) {
     if (slot[t] >= 0 && slot[t] < per_layer) std::memcpy(data + slot[t] * row_bytes, rows + t * used, used);
   }
   return ffi::Error::Success();
@@ -294,16 +324,16 @@ ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, ffi::AnyBuffer slots, f
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxDecode, Decode,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32x4>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
+                                  .Arg<Int>()
+                                  .Arg<Table>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Int>()
+                                  .Ret<F32x4>()
+                                  .Ret<F32x3>()
+                                  .Ret<F32x3>()
                                   .Attr<int64_t>("blocks")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window")
@@ -313,7 +343,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxWrite, Write,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints>()
+                                  .Arg<Int>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("blocks"));

@@ -127,7 +127,7 @@ def _decode(
     live = jnp.arange(Sd) < ragged.num_decodes
     out = jnp.where(live[:, None, None], out[:, 0, :N], 0).reshape(Sd, K, N // K, H)
     lse = jnp.where(live[:, None], lse[:, 0, :N], NEG).reshape(Sd, K, N // K)
-    return out, lse, jnp.where(lse > NEG / 2, 1.0, 0.0)
+    return out, lse, jnp.where(lse != NEG, 1.0, 0.0)
 
 
 def _tiles(
@@ -173,7 +173,7 @@ def _tiles(
         return x.swapaxes(1, 2).reshape(count * size, K, G, *x.shape[4:])
 
     lse = by_token(lse)
-    parts = (by_token(out), lse, jnp.where(lse > NEG / 2, 1.0, 0.0))
+    parts = (by_token(out), lse, jnp.where(lse != NEG, 1.0, 0.0))
     return tuple(s.at[at].set(x, mode="drop") for s, x in zip(state, parts))
 
 
@@ -405,7 +405,8 @@ def _write(o_ref: Any, lse_ref: Any, m_ref: Any, l_ref: Any, acc_ref: Any, shape
                 out = jnp.where(row == head, acc[:, head * H : (head + 1) * H], out)
         else:
             out = acc
-        seen = m > NEG / 2
+        # A NaN among scores is a key seen, whether or not the maximum keeps it.
+        seen = (m != NEG) | (l != l)
         safe = jnp.where(seen, l, 1.0)
         o_ref[part] = jnp.where(seen[:, :1], out / safe[:, :1], 0.0)
         lse_ref[part] = jnp.where(seen, m + jnp.log(safe), NEG)

@@ -17,6 +17,7 @@ CHUNK_TOKENS = 256
 TILE_QUERIES = 128
 # Rows from which a shared prefix is worked once (docs/kernels.md, "Break-even").
 MIN_GROUP_ROWS = 4
+_INT32 = 2**31
 
 
 def plan_ragged(
@@ -47,7 +48,7 @@ def plan_ragged(
             tile part is compiled.
         windows: Attention windows of the model's layers; None (all keys) is always planned.
         chunk_tokens: Keys per decode item, a power of two.
-        tile_queries: Most tokens per prefill tile; short buckets get shorter tiles.
+        tile_queries: Most tokens per prefill tile, at least 1; short buckets get shorter tiles.
         max_groups: Wg, most shared-prefix groups of decode rows that are worked at once; 0 compiles no
             such part. Layers with a window never use it.
         min_group_rows: Rows from which a group pays.
@@ -56,11 +57,13 @@ def plan_ragged(
         Fresh arrays that hold no reference to the arguments.
 
     Raises:
-        ValueError: The rows do not fit the buckets, are out of order, or a table is too narrow.
+        ValueError: The rows do not fit the buckets, are out of order, a table is too narrow, a row writes to a block
+            id that no pool has, or a size is out of its range.
     """
     check_block_size(block_size)
-    qlens = np.array(query_lens, np.int32)
-    lens = np.array(seq_lens, np.int32)
+    _check_sizes(windows, chunk_tokens, tile_queries, max_groups, min_group_rows)
+    qlens = _int32("query_lens", query_lens)
+    lens = _int32("seq_lens", seq_lens)
     tables = np.asarray(block_tables)
     n, num_tokens = len(qlens), int(qlens.sum())
     num_decodes = int(np.count_nonzero(qlens == 1))
@@ -83,7 +86,15 @@ def plan_ragged(
         pos = np.arange(num_tokens, dtype=np.int32) + (lens - qlens - starts[:n])[rows]
     slots = np.full(T, -1, np.int32)
     block = full_tables[rows, pos // block_size]
-    slots[:num_tokens] = np.where(pos >= 0, block * block_size + pos % block_size, -1)
+    written = pos >= 0
+    # As one comparison: a negative id is a large unsigned one. An id whose slot leaves int32 would wrap to another's.
+    if (written & (block.view(np.uint32) >= _INT32 // block_size)).any():
+        bad = block[written & (block.view(np.uint32) >= _INT32 // block_size)][0]
+        raise ValueError(
+            f"block_tables: a row writes to block id {bad}: must be between 0 and {_INT32 // block_size - 1}, "
+            "whose slots fit int32"
+        )
+    slots[:num_tokens] = np.where(written, block * block_size + pos % block_size, -1)
 
     groups: list[PrefixGroup] = []
     if max_groups and num_decodes >= min_group_rows:
@@ -124,6 +135,7 @@ def plan_ragged(
         decode_bucket=Sd,
         chunk_tokens=chunk_tokens,
         tile_queries=tile_queries,
+        block_size=block_size,
     )
 
 
@@ -188,19 +200,51 @@ def _check_rows(
     n = len(qlens)
     if qlens.shape != lens.shape or qlens.ndim != 1:
         raise ValueError(f"seq_lens.shape={lens.shape}: must equal query_lens.shape={qlens.shape}, i32[n]")
-    if tables.ndim != 2 or tables.shape[0] < n:
-        raise ValueError(f"block_tables.shape={tables.shape}: must be [at least {n} rows, M]")
+    if tables.ndim != 2 or tables.shape[0] < n or tables.dtype.kind not in "iu":
+        raise ValueError(
+            f"block_tables={tables.dtype}{list(tables.shape)}: must be integers [at least {n} rows, M]"
+        )
     if n == 0:
         return
     if int(qlens.min()) < 1:
         raise ValueError(f"query_lens={qlens.tolist()}: must be at least 1; leave rows without tokens out")
     if num_decodes < n and (qlens[:num_decodes] != 1).any():
         raise ValueError(f"query_lens={qlens.tolist()}: rows of one token must come first; sort the rows")
+    if ((lens < qlens) & (lens != 0)).any():
+        raise ValueError(
+            f"seq_lens={lens.tolist()}: must count this step's tokens, query_lens={qlens.tolist()}; 0 attends nothing"
+        )
     if int(lens.min()) < 0 or int(lens.max()) > tables.shape[1] * block_size:
         raise ValueError(
             f"seq_lens={lens.tolist()}: must be between 0 and {tables.shape[1]} blocks * {block_size} "
             "tokens; widen block_tables"
         )
+
+
+def _check_sizes(
+    windows: Sequence[int | None], chunk_tokens: int, tile_queries: int, max_groups: int, min_group_rows: int
+) -> None:
+    if chunk_tokens < 1 or chunk_tokens & (chunk_tokens - 1):
+        raise ValueError(f"chunk_tokens={chunk_tokens}: must be a power of two; try {CHUNK_TOKENS}")
+    if tile_queries < 1:
+        raise ValueError(f"tile_queries={tile_queries}: must be at least 1; try {TILE_QUERIES}")
+    if max_groups < 0 or min_group_rows < 2:
+        raise ValueError(
+            f"max_groups={max_groups}, min_group_rows={min_group_rows}: must be at least 0 and 2"
+        )
+    for window in windows:
+        if window is not None and window < 1:
+            raise ValueError(f"windows={tuple(windows)}: must be at least 1 (the query's own key) or None")
+
+
+def _int32(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
+    """A fresh i32 array; what is no integer, or would wrap, is refused."""
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"{name}: must be integers, got {given.dtype}")
+    if given.size and given.dtype.itemsize > 4 and int(np.abs(given).max()) >= _INT32:
+        raise ValueError(f"{name}: must fit int32, got {given.tolist()}")
+    return given.astype(np.int32)
 
 
 def _check_buckets(n: int, num_tokens: int, num_decodes: int, T: int, S: int, Sd: int) -> None:

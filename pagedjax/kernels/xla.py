@@ -1,10 +1,10 @@
 """Paged attention in plain XLA: the judge of the other kernels, the CPU path, the fallback everywhere.
 
 Decode rows are cut by the plan into items of equal token counts. A loop takes a few items at a time,
-gathers their blocks straight from the pool, and leaves one partial (output, max, sum) per item; partials
-of a row are merged once at the end. Tiles of several queries run one after the other, each with its own
-loop over the keys it can see. Both loops have dynamic trip counts: the cost follows the lengths, not
-the compiled shape.
+gathers their blocks straight from the pool, and joins each partial (output, max, sum) with its row's: the
+state is one per row, however many items a table has room for. Tiles of several queries run one after the
+other, each with its own loop over the keys it can see. Both loops have dynamic trip counts: the cost follows
+the lengths, not the compiled shape.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def assemble(
     T, N, H = q.shape
     K, Sd = pool.layout.num_kv_heads, ragged.decode_bucket
     shape = (T + spare, K, N // K)
-    state: State = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
+    state = no_state(shape, H)
     if Sd:
         part = decode()
         work = ragged.decode_list(params.window)
@@ -126,7 +126,7 @@ def finalise(
     acc: jax.Array, m: jax.Array, l: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Divides acc f32[T, N, H] by the sum of exponentials l f32[T, N] at maximum m, sinks joined."""
-    seen = m > NEG / 2
+    seen = _seen(m, l)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :], m.shape)
         top = jnp.maximum(m, sink)
@@ -139,24 +139,37 @@ def finalise(
     return out, jnp.where(has_sum, m + jnp.log(jnp.where(has_sum, l, 1)), -jnp.inf)
 
 
+def _seen(m: jax.Array, l: jax.Array) -> jax.Array:
+    """Whether a state has met a key. A NaN among scores is one; devices differ in whether their maximum keeps it."""
+    return (m != NEG) | jnp.isnan(l)
+
+
 def _gather(
-    pool: KVPool, layer: int | jax.Array, tables: jax.Array, start: jax.Array, num_keys: int, first_head: int
+    pool: KVPool,
+    layer: int | jax.Array,
+    tables: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    num_keys: int,
+    first_head: int,
 ) -> jax.Array:
     """K heads from first_head on of num_keys positions from start on: [I, K, num_keys, H] in pool dtype.
 
     One gather reads (block, head) windows and lays them out by head, so that no transpose follows.
 
     Args:
-        tables: i32[I, M].
+        tables: i32[S, M].
+        row: i32[I], which of the tables.
         start: i32[I], multiples of num_keys.
         first_head: 0 for keys, K for values.
     """
     layout = pool.layout
     B, K, H = layout.block_size, layout.num_kv_heads, layout.head_dim
-    I, M = tables.shape
+    I, M = row.shape[0], tables.shape[1]
     unit = min(B, num_keys)
     pos = start[:, None] + jnp.arange(0, num_keys, unit, dtype=jnp.int32)[None, :]
-    ids = jnp.take_along_axis(tables, jnp.minimum(pos // B, M - 1), axis=1)
+    # Entry by entry: to take the row first would copy all of it, however wide the table is.
+    ids = tables.at[row[:, None], jnp.minimum(pos // B, M - 1)].get(mode="promise_in_bounds")
     rows = read_rows(layout, layer, ids)
     lanes = (first_head + jnp.arange(K, dtype=jnp.int32)) * H
     shape = (I, K, num_keys // unit)
@@ -207,19 +220,18 @@ def _decode_items(
     most = max(1, _GROUP_BYTES // (chunk * K * H * 4))
     # Few rows have few items: a wide group would gather mostly padding.
     group = min(size, 1 << (most.bit_length() - 1), max(2, 1 << (Sd - 1).bit_length()))
-    slots = -(-size // group) * group
-    rows, starts = (jnp.pad(x, (0, slots - size)) for x in (work.row, work.start))
+    # Items are in order of their rows, so that a group of them lies in as many neighbouring rows at most.
+    span = min(group, Sd)
 
-    def body(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        at = i * group
-        row = lax.dynamic_slice(rows, (at,), (group,))
-        start = lax.dynamic_slice(starts, (at,), (group,))
+    def body(i: jax.Array, state: State) -> State:
+        item = i * group + jnp.arange(group, dtype=jnp.int32)
+        live, item = item < work.num_items, jnp.minimum(item, work.num_items - 1)
+        row, start = work.row[item], work.start[item]
         pos = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-        seen = pos < lens[row][:, None]
+        seen = (pos < lens[row][:, None]) & live[:, None]
         if params.window is not None:
             seen &= pos >= lens[row][:, None] - params.window
-        tables = ragged.block_tables[row]
-        k = _gather(pool, layer, tables, start, chunk, 0).astype(jnp.float32)
+        k = _gather(pool, layer, ragged.block_tables, row, start, chunk, 0).astype(jnp.float32)
         # Keys on the left: the product of a tall and a small matrix is 3 × the other way round on CPU.
         # The barrier keeps the transpose from being folded back into it.
         scores = lax.optimization_barrier(_dot("ikth,ikgh->iktg", k, queries[row]))
@@ -229,20 +241,33 @@ def _decode_items(
         p = jnp.exp(scores - m[..., None])
         # Not before the keys are done with, which they would push out of the cache.
         p, start = lax.optimization_barrier((p, start))
-        v = _zero_unseen(_gather(pool, layer, tables, start, chunk, K), seen)
+        v = _zero_unseen(_gather(pool, layer, ragged.block_tables, row, start, chunk, K), seen)
         part = (_dot("ikgt,ikth->ikgh", p, v), m, p.sum(axis=-1))
-        return tuple(
-            lax.dynamic_update_slice(s, x, (at, *(0 for _ in x.shape[1:]))) for s, x in zip(state, part)
-        )
+        first = jnp.minimum(row[0], Sd - span)
+        whose = (row - first)[None, :] == jnp.arange(span, dtype=jnp.int32)[:, None]
+        old = tuple(lax.dynamic_slice_in_dim(x, first, span) for x in state)
+        new = _join(old, part, whose & live[None, :])
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(state, new))
 
-    empty = (jnp.zeros((slots, K, G, H)), jnp.full((slots, K, G), NEG), jnp.zeros((slots, K, G)))
-    num_groups = (work.num_items + group - 1) // group
-    acc, m, l = lax.fori_loop(0, num_groups, body, empty)
+    return lax.fori_loop(0, (work.num_items + group - 1) // group, body, no_state((Sd, K, G), H))
 
-    counts = jnp.where(jnp.arange(Sd) < ragged.num_decodes, (lens + chunk - 1) // chunk - work.skip, 0)
-    nth = jnp.arange(size // Sd, dtype=jnp.int32)[None, :]
-    item = jnp.minimum((jnp.cumsum(counts) - counts)[:, None] + nth, slots - 1)
-    return _merge(acc[item], jnp.where((nth < counts[:, None])[..., None, None], m[item], NEG), l[item])
+
+def no_state(shape: tuple[int, ...], H: int) -> State:
+    """The state of queries that have met no key."""
+    f32 = jnp.float32
+    return jnp.zeros((*shape, H), f32), jnp.full(shape, NEG, f32), jnp.zeros(shape, f32)
+
+
+def _join(state: State, parts: State, whose: jax.Array) -> State:
+    """The states [R, …] of some rows with the parts [I, …] joined of which each is a row's: whose [R, I]."""
+    (acc, m, l), (part_acc, part_m, part_l) = state, parts
+    mine = whose[:, :, None, None]
+    top = jnp.maximum(m, jnp.where(mine, part_m[None], NEG).max(axis=1))
+    weight, shrink = jnp.exp(part_m[None] - top[:, None]), jnp.exp(m - top)
+    # Selects and not products with 0: another row's part may be NaN.
+    l = l * shrink + jnp.where(mine, weight * part_l[None], 0).sum(axis=1)
+    more = jnp.where(mine[..., None], weight[..., None] * part_acc[None], 0).sum(axis=1)
+    return acc * shrink[..., None] + more, top, l
 
 
 def _shared(
@@ -263,21 +288,20 @@ def _shared(
     flat = queries.transpose(1, 0, 2, 3).reshape(K, Sd * G, H)
 
     def one_group(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        table = ragged.block_tables[work.group_row[i]][None]
+        row = work.group_row[i][None]
 
         def one_chunk(j: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, m, l = part
             start = (j * chunk)[None]
-            k = _gather(pool, layer, table, start, chunk, 0)[0].astype(jnp.float32)
-            v = _gather(pool, layer, table, start, chunk, K)[0].astype(jnp.float32)
+            k = _gather(pool, layer, ragged.block_tables, row, start, chunk, 0)[0].astype(jnp.float32)
+            v = _gather(pool, layer, ragged.block_tables, row, start, chunk, K)[0].astype(jnp.float32)
             scores = _cap(_dot("kmh,kth->kmt", flat, k), params.soft_cap)
             top = jnp.maximum(m, scores.max(axis=-1))
             shrink = jnp.exp(m - top)
             p = jnp.exp(scores - top[..., None])
             return acc * shrink[..., None] + _dot("kmt,kth->kmh", p, v), top, l * shrink + p.sum(axis=-1)
 
-        empty = (jnp.zeros((K, Sd * G, H)), jnp.full((K, Sd * G), NEG), jnp.zeros((K, Sd * G)))
-        part = lax.fori_loop(0, work.group_chunks[i], one_chunk, empty)
+        part = lax.fori_loop(0, work.group_chunks[i], one_chunk, no_state((K, Sd * G), H))
         member = work.group_of == i
         merged = []
         for old, new in zip(state, part):
@@ -285,14 +309,13 @@ def _shared(
             merged.append(jnp.where(member.reshape(Sd, *(1 for _ in by_row.shape[1:])), by_row, old))
         return tuple(merged)
 
-    none = (jnp.zeros((Sd, K, G, H)), jnp.full((Sd, K, G), NEG), jnp.zeros((Sd, K, G)))
-    return lax.fori_loop(0, work.num_groups, one_group, none)
+    return lax.fori_loop(0, work.num_groups, one_group, no_state((Sd, K, G), H))
 
 
 def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> State:
     """One partial state from those along axis 1; a part with m = NEG counts nothing."""
     top = m.max(axis=1)
-    weight = jnp.where(m > NEG / 2, jnp.exp(m - top[:, None]), 0)
+    weight = jnp.where(_seen(m, l), jnp.exp(m - top[:, None]), 0)
     return (weight[..., None] * acc).sum(axis=1), top, (weight * l).sum(axis=1)
 
 
@@ -319,7 +342,7 @@ def _tiles(
         first_pos = ragged.seq_lens[row] - end + at
         num_queries = jnp.minimum(end - at, size)
         q = lax.dynamic_slice(padded, (at, 0, 0, 0), (size, K, G, H)).transpose(1, 2, 0, 3)
-        part = _one_tile(q, pool, layer, ragged.block_tables[row], first_pos, num_queries, chunk, params)
+        part = _one_tile(q, pool, layer, ragged.block_tables, row, first_pos, num_queries, chunk, params)
         return tuple(
             lax.dynamic_update_slice(s, x, (at, *(0 for _ in x.shape[1:]))) for s, x in zip(state, part)
         )
@@ -331,7 +354,8 @@ def _one_tile(
     q: jax.Array,
     pool: KVPool,
     layer: int | jax.Array,
-    table: jax.Array,
+    tables: jax.Array,
+    row: jax.Array,
     first_pos: jax.Array,
     num_queries: jax.Array,
     chunk: int,
@@ -349,9 +373,9 @@ def _one_tile(
         acc, m, l = state
         start = (i * chunk)[None]
         pos = start + jnp.arange(chunk, dtype=jnp.int32)
-        k = _gather(pool, layer, table[None], start, chunk, 0)[0].astype(jnp.float32)
+        k = _gather(pool, layer, tables, row[None], start, chunk, 0)[0].astype(jnp.float32)
         written = (pos < stop) & (pos > behind)
-        v = _zero_unseen(_gather(pool, layer, table[None], start, chunk, K), written[None])[0]
+        v = _zero_unseen(_gather(pool, layer, tables, row[None], start, chunk, K), written[None])[0]
         seen = (pos[None, :] <= qpos[:, None]) & (index < num_queries)[:, None]
         if params.window is not None:
             seen &= pos[None, :] > qpos[:, None] - params.window
@@ -363,7 +387,6 @@ def _one_tile(
         out = _dot("kmt,kth->kmh", p.reshape(K, G * size, chunk), v).reshape(K, G, size, H)
         return acc * shrink[..., None] + out, top, l * shrink + p.sum(axis=-1)
 
-    shape = (K, G, size)
-    empty = (jnp.zeros((*shape, H)), jnp.full(shape, NEG), jnp.zeros(shape))
-    acc, m, l = lax.fori_loop(jnp.maximum(behind + 1, 0) // chunk, (stop + chunk - 1) // chunk, body, empty)
+    first, last = jnp.maximum(behind + 1, 0) // chunk, (stop + chunk - 1) // chunk
+    acc, m, l = lax.fori_loop(first, last, body, no_state((K, G, size), H))
     return acc.transpose(2, 0, 1, 3), m.transpose(2, 0, 1), l.transpose(2, 0, 1)

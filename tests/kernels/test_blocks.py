@@ -133,7 +133,7 @@ def test_gather_then_scatter_moves_blocks_between_pools():
 
 def test_wrong_shapes_are_refused():
     pool = make_pool(LAYOUT)
-    with pytest.raises(ValueError, match=r"k.shape=\(2, 3, 8\): must be \[T, K, H\]"):
+    with pytest.raises(ValueError, match=r"k=float32\[2, 3, 8\]: must be floating \[T=2, K=3, H=16\]"):
         write_kv(pool, 0, jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 16)), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match=r"layer=3: must be between 0 and 2, the pool's layers"):
         write_kv(pool, 3, jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 8)), jnp.zeros(2, jnp.int32))
@@ -141,7 +141,7 @@ def test_wrong_shapes_are_refused():
         copy_blocks(pool, jnp.array([1, 2]), jnp.array([1]))
     with pytest.raises(ValueError, match=r"ids.shape=\(\): must be one-dimensional"):
         gather_blocks(pool, jnp.int32(1))
-    with pytest.raises(ValueError, match=r"blocks.shape=.*must be \[L, C, B, width\]"):
+    with pytest.raises(ValueError, match=r"blocks=float32.*must be floating \[L=3, C=1, B=4, W=128\]"):
         scatter_blocks(pool, jnp.array([1]), jnp.zeros((3, 2, 4, 128)))
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from pagedjax.cache.rules import check_block_size, require
+
 DTYPES = ("float32", "bfloat16", "float16")
-HASHES = ("sha256", "sha256_cbor", "xxh3_128")
 PREEMPTIONS = ("recompute", "swap", "auto")
-RESERVATIONS = ("", "max", "pow2", "oracle")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
@@ -44,11 +44,11 @@ class ModelSource:
     max_model_len: int = 0
 
     def __post_init__(self) -> None:
-        _require(bool(self.model.strip()), "model.model='': must name a model; try smollm2-135m")
-        _require(
+        require(bool(self.model.strip()), "model.model='': must name a model; try smollm2-135m")
+        require(
             self.dtype in DTYPES, f"model.dtype={self.dtype}: must be one of {', '.join(DTYPES)}; try float32"
         )
-        _require(
+        require(
             self.max_model_len >= 0,
             f"model.max_model_len={self.max_model_len}: must be positive, or 0 for the model's own; try 2048",
         )
@@ -65,15 +65,16 @@ class CacheConfig:
             line) sizes it from memory_bytes.
         memory_bytes: Bytes for the pool where num_blocks is not given.
         index: Prefix index: "hash" (chained block hashes), "radix" (a tree over tokens), "table" (sharing by
-            fork only).
-        policy: Eviction policy by name: lru, fifo, lfu, slru, s3fifo, cost, retention.
+            fork only), the name of an installed plug-in, or "module:Class".
+        policy: Eviction policy: lru, fifo, lfu, slru, s3fifo, cost, retention, the name of an installed plug-in, or
+            "module:Class".
         hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
         dtype: KV in the pool; "" follows the model's dtype.
-        verify_tokens: Compare tokens, not digests alone, before a block is shared.
+        verify_tokens: Compare tokens, not digests alone, before a block is shared; an index that cannot is refused.
         dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
-            index does by nature, radix with, the others without.
+            index does by nature, with where it excludes twins (radix), else without.
         partial: Least gain in tokens for which a part of a cached block is copied into a fresh one; 0 never
             copies. Worth it where prompts diverge in the middle of long blocks.
         host_blocks: Blocks per KV group in host memory: what is evicted moves there and comes back on a hit,
@@ -101,45 +102,42 @@ class CacheConfig:
     reservation: str = ""
 
     def __post_init__(self) -> None:
+        from pagedjax.cache.hashing import HASHES
+        from pagedjax.cache.reservation import RULES
+
         size = self.block_size
-        _require(
-            1 <= size <= 1024 and size & (size - 1) == 0,
-            f"cache.block_size={size}: must be a power of two between 1 and 1024; try 16 or 32",
-        )
-        _require(
+        check_block_size(size, "cache.block_size")
+        require(
             self.num_blocks is None or self.num_blocks >= 2,
             f"cache.num_blocks={self.num_blocks}: must be at least 2 (block 0 is never handed out), or auto to "
             "size the pool from cache.memory_bytes; try 1024",
         )
-        _require(
+        require(
             self.memory_bytes > 0,
             f"cache.memory_bytes={self.memory_bytes}: must be positive; try 512MiB",
         )
-        _require(
+        require(
             self.dtype in ("", *DTYPES),
             f"cache.dtype={self.dtype}: must be one of {', '.join(DTYPES)}, or empty to follow the model",
         )
-        _require(
+        require(
             self.hash in HASHES, f"cache.hash={self.hash}: must be one of {', '.join(HASHES)}; try sha256"
         )
-        _require(
+        require(
             0 <= self.partial < max(size, 2),
             f"cache.partial={self.partial}: must be a number of tokens below block_size={size}, or 0 to copy no "
             "part of a block; try 4",
         )
-        _require(
+        require(
             self.host_blocks >= 0,
             f"cache.host_blocks={self.host_blocks}: must be positive, or 0 for no host tier; try 1024",
         )
-        _require(
-            not self.verify_tokens or self.index != "table",
-            "cache.verify_tokens=true: a table index compares tokens anyway; turn it off or try index=hash",
+        require(
+            self.reservation in ("", *RULES),
+            f"cache.reservation={self.reservation}: must be {', '.join(RULES[:-1])} or {RULES[-1]}, or empty to "
+            "allocate on demand",
         )
-        _require(
-            self.reservation in RESERVATIONS,
-            f"cache.reservation={self.reservation}: must be max, pow2 or oracle, or empty to allocate on demand",
-        )
-        _require(
+        require(
             not (self.reservation and self.host_blocks),
             f"cache.host_blocks={self.host_blocks}: reservations have no host tier; set host_blocks=0 or "
             "reservation to empty",
@@ -171,14 +169,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("token_budget", 1), ("chunk_tokens", 0)):
             value = getattr(self, name)
-            _require(
+            require(
                 value >= least, f"scheduler.{name}={value}: must be at least {least}; try {max(32, least)}"
             )
-        _require(
+        require(
             self.preemption in PREEMPTIONS,
             f"scheduler.preemption={self.preemption}: must be one of {', '.join(PREEMPTIONS)}; try auto",
         )
-        _require(
+        require(
             self.swap_bandwidth_bytes > 0,
             f"scheduler.swap_bandwidth_bytes={self.swap_bandwidth_bytes}: must be positive; try 8GB",
         )
@@ -203,7 +201,7 @@ class RuntimeConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
+        require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
 
 
 @dataclass(frozen=True)
@@ -359,8 +357,3 @@ def _parse_int(text: str, *, with_units: bool) -> int | None:
         return int(text)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.lower()) if with_units else None
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up: a room may use those below it, never those above; within a level there are no arrows.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("cache", "config", "paths", "progress"),
+    ("cache", "paths", "progress"),
+    ("config",),
     ("kernels",),
     ("models",),
     ("engine",),

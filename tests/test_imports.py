@@ -16,7 +16,7 @@ HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"
 # Module prefix -> what it may import beside the standard library. The longest prefix wins.
 MAY_IMPORT = {
     "pagedjax.cache": CACHE | {"numpy", "cbor2", "xxhash"},
-    "pagedjax.config": {"numpy"},
+    "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.config": {"numpy"},
     "pagedjax.models.family_configs": {"pagedjax.models.config", "numpy"},
     "pagedjax.models.tokenizer": {"pagedjax.models.config", "numpy", "tokenizers", "jinja2"},
@@ -29,7 +29,15 @@ MAY_IMPORT = {
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
     "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
-    "pagedjax.kernels": {"pagedjax.kernels", "pagedjax.paths", "jax", "jaxlib", "numpy", "chex"},
+    "pagedjax.kernels": {
+        "pagedjax.kernels",
+        "pagedjax.paths",
+        "pagedjax.cache.rules",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "chex",
+    },
     "pagedjax.models": {f"pagedjax.{m}" for m in ("models", "kernels", "progress", "paths")}
     | {
         "jax",

@@ -11,10 +11,10 @@ import numpy as np
 
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.indexes import make_index
 from pagedjax.cache.policies import make_policy
 from pagedjax.cache.prefix import PrefixIndex
 from pagedjax.cache.protocol import Hints
-from pagedjax.cache.registry import make_index
 from pagedjax.cache.tier import HostTier
 
 
@@ -150,6 +150,15 @@ class Group:
         self.pool.touch(behind, 0, hints, now)
         self.pool.free(behind, now)
 
+    def check_kept(self, table: list[int], num_tokens: int) -> None:
+        """Raise ValueError where a table has let go of blocks that the query at `num_tokens` reads."""
+        end = -(-num_tokens // self.block_size)
+        if 0 in table[self.first_needed(num_tokens) : end]:
+            raise ValueError(
+                f"num_tokens={num_tokens}: blocks it needs have left the window of {self.window}; "
+                "release the sequence and begin it again"
+            )
+
     def free_tail(self, table: list[int], keep: int, now: float) -> None:
         """Let go of a table's blocks after the first `keep`."""
         gone = [b for b in table[keep:] if b]
@@ -201,6 +210,7 @@ def make_groups(
     block_size: int,
     index: Any,
     policy: Any,
+    verify_tokens: bool,
     host_blocks: int,
     on_evict: Callable[[Group, list[int], list[bytes]], None],
     on_host: Callable[[str, Group, bytes, int], None] | None = None,
@@ -212,6 +222,7 @@ def make_groups(
         block_size: Tokens per block.
         index: As `make_index` takes it.
         policy: As `make_policy` takes it.
+        verify_tokens: The indexes have to compare tokens.
         host_blocks: Blocks of each group's tier.
         on_evict: Told of blocks and their digests that are about to make room.
         on_host: Told ("stored" or "removed", group, digest, slot) of what comes to a tier and leaves it.
@@ -219,7 +230,7 @@ def make_groups(
     groups: list[Group] = []
     for number, spec in enumerate(specs):
         blocks = spec.num_blocks or num_blocks
-        built: PrefixIndex = make_index(index, blocks, block_size)
+        built: PrefixIndex = make_index(index, blocks, block_size, verify_tokens=verify_tokens)
         if spec.window is not None:
             built.leaf_only = False  # the blocks behind a window go first, whatever continues them
         pool = BlockPool(blocks, make_policy(policy, blocks), built)

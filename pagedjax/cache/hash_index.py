@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from pagedjax.cache.hashing import TokenChain, pack_tokens
-from pagedjax.cache.prefix import FlatIndex, common_prefix_tokens
+from pagedjax.cache.prefix import Index, PrefixIndex, common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
 
 _ANYWHERE = b""  # parent under which the first blocks of all namespaces are kept
 
 
-class HashIndex(FlatIndex):
+class HashIndex(Index):
     """Finds full blocks by digest, stops at the first miss.
 
     Several blocks may hold one content: the first registered is found, the others take over in order of
@@ -29,10 +29,8 @@ class HashIndex(FlatIndex):
         block_size: Tokens per block.
     """
 
-    indexes = True
-    exclusive = False
-
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
         self._size = 4 * block_size
         self._block_of: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # copies after the first, oldest first
@@ -42,6 +40,12 @@ class HashIndex(FlatIndex):
         self._firsts: set[int] = set()  # blocks that are children of _ANYWHERE
         self._tokens = bytearray(num_blocks * self._size)
         self._rows = np.frombuffer(self._tokens, dtype="<i4").reshape(num_blocks, block_size)
+
+    def verifying(self) -> PrefixIndex | None:
+        from pagedjax.cache.verified_index import VerifiedHashIndex
+
+        # What derives from this class has its reasons; it says itself what verifies in its place.
+        return VerifiedHashIndex(self._num_blocks, self._size // 4) if type(self) is HashIndex else None
 
     # -------------------------------------------------------------- look up
 

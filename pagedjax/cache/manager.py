@@ -18,10 +18,10 @@ from pagedjax.cache.match import Matcher
 from pagedjax.cache.pins import Pins
 from pagedjax.cache.protocol import NO_HINTS, CopyPlan, Hints, Hit, InvariantError, MissReason, ResetReport
 from pagedjax.cache.registrar import Registrar
+from pagedjax.cache.rules import check_block_size, require
 from pagedjax.cache.sequence import Filling, SeqState
 from pagedjax.cache.stats import CacheStats
 from pagedjax.cache.swap import SwapSpace
-from pagedjax.cache.verified_index import VerifiedHashIndex
 
 
 class PagedManager:
@@ -42,13 +42,14 @@ class PagedManager:
     Args:
         num_blocks: Blocks of the pool, the null block 0 included.
         block_size: Tokens per block.
-        index: "hash", "radix", "table", or a factory (num_blocks, block_size) -> PrefixIndex.
-        policy: Name in `POLICIES`, or a factory num_blocks -> EvictionPolicy.
+        index: A name in `INDEXES` or of a plug-in, "module:Class", or a factory (num_blocks, block_size) ->
+            PrefixIndex.
+        policy: A name in `POLICIES` or of a plug-in, "module:Class", or a factory num_blocks -> EvictionPolicy.
         verify_tokens: Compare tokens, not digests alone, before a block is shared: for hashes that are not
-            collision-proof. The hash index is replaced by one that does; a radix index does anyway.
+            collision-proof. An index that cannot is refused; the hash index has a kind that does.
         dedup: When a block turns out to be resident already, use the first copy and free the new one; else
             the new one stays beside it (a radix index then leaves it and what follows it unregistered).
-            None: as the index is used by nature, radix with, the others without.
+            None: as the index is by nature: with, where it excludes twins, else without.
         partial: Least gain, in tokens, for which a part of a block is copied from a cached one; 0: never.
         groups: KV groups; None is one full-attention group.
         prefix_caching: Off: nothing is shared but forks.
@@ -72,20 +73,11 @@ class PagedManager:
         events: EventLog | None = None,
         verify_tokens: bool = False,
     ) -> None:
-        if verify_tokens and index == "hash":
-            index = VerifiedHashIndex
-        if not (1 <= block_size <= 1024 and block_size & (block_size - 1) == 0):
-            raise ValueError(
-                f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32"
-            )
-        if partial < 0:
-            raise ValueError(
-                f"partial={partial}: must be a number of tokens, or 0 to copy no part of a block"
-            )
+        check_block_size(block_size)
+        require(partial >= 0, f"partial={partial}: must be a number of tokens, or 0 to copy no part")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host_blocks = host_blocks
-        self.dedup = index == "radix" if dedup is None else dedup
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self.now = 0.0
@@ -97,10 +89,12 @@ class PagedManager:
             block_size=block_size,
             index=index if prefix_caching else "table",
             policy=policy,
+            verify_tokens=verify_tokens,
             host_blocks=host_blocks,
             on_evict=lambda group, blocks, keys: self._registrar.evicted(group, blocks, keys, self.now),
             on_host=None if events is None else self._report_host,
         )
+        self.dedup = self._groups[0].index.exclusive if dedup is None else dedup
         self._filling = Filling()
         self._copies = PendingCopies(self._groups)
         self._matcher = Matcher(self._groups, block_size, partial)
@@ -111,9 +105,7 @@ class PagedManager:
         self._one = self._matcher.one
 
     def _report_host(self, kind: str, group: Group, key: bytes, slot: int) -> None:
-        assert self.events is not None
-        report = self.events.stored if kind == "stored" else self.events.removed
-        report(self.now, group.id, "host", [key], [slot])
+        self._registrar.host(kind, group, key, slot, self.now)
 
     # -------------------------------------------------------------- sizes
 
@@ -149,16 +141,7 @@ class PagedManager:
 
     def begin(self, seq: int, chain: TokenChain, hints: Hints = NO_HINTS) -> Hit:
         """Look a sequence up and record what it may take from the cache; touches no block."""
-        if not len(chain):
-            raise ValueError(f"sequence {seq}: its chain is empty; give at least one token")
-        if chain.block_size != self.block_size:
-            raise ValueError(
-                f"chain of block_size={chain.block_size}: the manager's is {self.block_size}; build it with that"
-            )
-        known = self._seqs.get(seq)
-        if known is not None and not known.recorded:
-            raise ValueError(f"sequence {seq}: holds blocks already; release it first")
-        self._check_not_swapped(seq)
+        self._check_begin(seq, chain)
         limit = len(chain) - 1
         if hints.max_hit_tokens is not None:
             limit = min(limit, hints.max_hit_tokens)
@@ -172,6 +155,18 @@ class PagedManager:
             state.hit = self._matcher.look_up(state, limit, self._filling)
         self._seqs[seq] = state
         return state.hit
+
+    def _check_begin(self, seq: int, chain: TokenChain) -> None:
+        if not len(chain):
+            raise ValueError(f"sequence {seq}: its chain is empty; give at least one token")
+        if chain.block_size != self.block_size:
+            raise ValueError(
+                f"chain of block_size={chain.block_size}: the manager's is {self.block_size}; build it with that"
+            )
+        known = self._seqs.get(seq)
+        if known is not None and not known.recorded:
+            raise ValueError(f"sequence {seq}: holds blocks already; release it first")
+        self._check_not_swapped(seq)
 
     def _check_not_swapped(self, seq: int) -> None:
         if seq in self._swap.states:
@@ -330,11 +325,7 @@ class PagedManager:
             raise ValueError(f"num_tokens={num_tokens}: must lie within the sequence's reserved blocks")
         keep = self.num_blocks_for(num_tokens)
         for group, table in zip(self._groups, state.tables):
-            if 0 in table[group.first_needed(num_tokens) : keep]:
-                raise ValueError(
-                    f"num_tokens={num_tokens}: blocks it needs have left the window of {group.window}; "
-                    "release the sequence and begin it again"
-                )
+            group.check_kept(table, num_tokens)
         for group, table in zip(self._groups, state.tables):
             group.free_tail(table, keep, self.now)
         self._copies.cancel_unneeded()
@@ -350,7 +341,7 @@ class PagedManager:
 
     def swap_out(self, *seqs: int) -> bool:
         """Move sequences to the host together, or change nothing."""
-        _check_once(seqs)
+        require(len(set(seqs)) == len(seqs), f"sequences {list(seqs)}: must be named once each")
         states = {seq: self._seqs[seq] for seq in seqs if seq in self._seqs}
         if len(states) < len(seqs) or any(state.recorded for state in states.values()):
             return False
@@ -362,7 +353,7 @@ class PagedManager:
 
     def swap_in(self, *seqs: int, spare: int = 0) -> bool:
         """Bring swapped sequences back together, or change nothing; `num_computed` says how much came back."""
-        _check_once(seqs)
+        require(len(set(seqs)) == len(seqs), f"sequences {list(seqs)}: must be named once each")
         if not seqs or not self._swap.states.keys() >= set(seqs):
             return False
         states = self._swap.get(seqs, self.now, spare)
@@ -458,8 +449,3 @@ class PagedManager:
         self._copies.check()
         if self.events is not None and self.events.resident != self.resident():
             raise InvariantError("the event log's resident set is not the manager's")
-
-
-def _check_once(seqs: Sequence[int]) -> None:
-    if len(set(seqs)) < len(seqs):
-        raise ValueError(f"sequences {list(seqs)}: must be named once each")

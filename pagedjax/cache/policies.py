@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from pagedjax.cache.eviction import LRU, EvictionPolicy
+from pagedjax.cache.plugins import Plugins
 from pagedjax.cache.protocol import Hints
 
 
@@ -419,7 +420,9 @@ def _needs_a_future(num_blocks: int) -> EvictionPolicy:
     )
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+PolicyFactory = Callable[[int], EvictionPolicy]
+
+POLICIES: dict[str, PolicyFactory] = {
     "lru": LRU,
     "fifo": FIFO,
     "lfu": LFU,
@@ -431,14 +434,13 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 }
 
 
-def make_policy(policy: str | Callable[[int], EvictionPolicy], num_blocks: int) -> EvictionPolicy:
-    """A policy by name, or from a factory num_blocks -> EvictionPolicy.
+POLICY_PLUGINS = Plugins("policy", "pagedjax.policies", POLICIES, "lru")
+
+
+def make_policy(policy: str | PolicyFactory, num_blocks: int) -> EvictionPolicy:
+    """A policy that a setting names: a name, "module:Class", or a factory num_blocks -> EvictionPolicy.
 
     Raises:
-        ValueError: Unknown name.
+        ValueError: Unknown name; see `pagedjax.cache.plugins`.
     """
-    if callable(policy):
-        return policy(num_blocks)
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy}: must be one of {', '.join(POLICIES)}; try lru")
-    return POLICIES[policy](num_blocks)
+    return POLICY_PLUGINS.find(policy)(num_blocks)

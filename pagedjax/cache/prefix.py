@@ -12,15 +12,26 @@ from pagedjax.cache.protocol import InvariantError
 class PrefixIndex(Protocol):
     """Which resident block holds which content, for one KV group.
 
+    Nobody asks an index for its name: what follows from its nature follows from these. Deriving from `Index`
+    gives each its plain value.
+
     Attributes:
         indexes: Full blocks are registered under their digests. False: sharing by fork and pin only.
-        leaf_only: Content may go only when nothing registered continues it.
-        exclusive: Holds one copy of any content; later copies stay unregistered.
+        leaf_only: A tree: content may go only when nothing registered continues it. The manager sets it to
+            False for a group with a window, whose blocks go from the front.
+        exclusive: Excludes twins: holds one copy of any content, later copies stay unregistered. A manager
+            whose `dedup` is left open then uses the first copy and frees the new one.
+        verifies: Compares tokens before it names a block, so that no hash has to be trusted.
     """
 
     indexes: bool
     leaf_only: bool
     exclusive: bool
+    verifies: bool
+
+    def verifying(self) -> PrefixIndex | None:
+        """An empty index of this kind that verifies, in place of one that does not; None: there is none."""
+        ...
 
     def lookup(self, chain: TokenChain, max_tokens: int) -> tuple[list[int], int]:
         """Blocks that hold the longest resident prefix of at most `max_tokens` tokens, and its length."""
@@ -94,10 +105,16 @@ class _Pinned:
     blocks: list[int]
 
 
-class FlatIndex:
-    """What an index says whose blocks do not hang on each other: any may be evicted first."""
+class Index:
+    """The plain nature of an index: flat (any block may be evicted first), with twins, trusting digests."""
 
+    indexes: bool = True
     leaf_only: bool = False
+    exclusive: bool = False
+    verifies: bool = False
+
+    def verifying(self) -> PrefixIndex | None:
+        return None
 
     def leading_leaves(self, blocks: list[int]) -> int:
         return len(blocks)
@@ -113,7 +130,7 @@ class FlatIndex:
 
 
 @dataclass(eq=False)
-class TableIndex(FlatIndex):
+class TableIndex(Index):
     """Sharing by fork and by pinned prefixes only: the block tables of PagedAttention.
 
     A pinned prefix is found by its tokens, to the token: the last shared block may be partly filled, and
@@ -123,7 +140,7 @@ class TableIndex(FlatIndex):
     """
 
     indexes: bool = False
-    exclusive: bool = False
+    verifies: bool = True
     pinned: list[_Pinned] = field(default_factory=list)
 
     def pin(self, chain: TokenChain, blocks: list[int]) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 
 from pagedjax.cache.hashing import TokenChain, pack_tokens
-from pagedjax.cache.prefix import common_prefix_tokens
+from pagedjax.cache.prefix import Index, common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
 
 
@@ -45,7 +45,7 @@ class _Node:
         del self.edges[bisect_left(self.edges, child.edge)]
 
 
-class RadixIndex:
+class RadixIndex(Index):
     """Finds shared prefixes by walking tokens; holds one copy of each content.
 
     A run of blocks without a branch is one node, compared in one piece. Nodes are split where two chains
@@ -63,11 +63,11 @@ class RadixIndex:
     Source: Zheng et al., NeurIPS 2024 (SGLang).
     """
 
-    indexes = True
+    leaf_only = True
     exclusive = True
+    verifies = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.leaf_only = True
         self._block_size = block_size
         self._size = 4 * block_size
         self._roots: dict[bytes, _Node] = {}

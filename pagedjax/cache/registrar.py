@@ -111,6 +111,12 @@ class Registrar:
                     self._copies.add("swap_out", group.id, b, slot)
                     self._stats.swapped_out_blocks += 1
 
+    def host(self, kind: str, group: Group, key: bytes, slot: int, now: float) -> None:
+        """A content was "stored" in a group's host tier or "removed" from it."""
+        if self._events is not None:
+            report = self._events.stored if kind == "stored" else self._events.removed
+            report(now, group.id, "host", [key], [slot])
+
     def _report(
         self, group: Group, state: SeqState, first: int, blocks: list[int], digests: list[bytes], now: float
     ) -> None:

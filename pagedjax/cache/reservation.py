@@ -24,6 +24,7 @@ from pagedjax.cache.protocol import (
     MissReason,
     ResetReport,
 )
+from pagedjax.cache.rules import next_power_of_two
 from pagedjax.cache.stats import CacheStats
 
 RULES = ("max", "pow2", "oracle")
@@ -242,7 +243,9 @@ class ReservationManager:
         if output is None:
             return max(self.max_tokens, length), max(self.max_tokens, length)
         final = length + output
-        rounded = {"max": self.max_tokens, "oracle": final, "pow2": length + _next_power(output)}[self.rule]
+        rounded = {"max": self.max_tokens, "oracle": final, "pow2": length + next_power_of_two(output)}[
+            self.rule
+        ]
         if hints.resumed:  # what was accepted once may not outgrow the largest chunk by rounding anew
             rounded = min(rounded, max(final, self.num_usable * self.block_size))
         return max(min(rounded, self.max_tokens), length), max(min(final, self.max_tokens), length)
@@ -434,7 +437,3 @@ class ReservationManager:
         if state is None:
             raise ValueError(f"sequence {seq}: unknown; begin it first")
         return state
-
-
-def _next_power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -25,6 +25,8 @@ class VerifiedHashIndex(HashIndex):
     share one, and among them the name decides.
     """
 
+    verifies = True
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self._filed: dict[bytes, list[int]] = {}

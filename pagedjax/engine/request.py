@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
+from pagedjax.cache.rules import require
 
 MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
 MAX_BIASED = 300
@@ -108,78 +109,78 @@ class SamplingParams:
         if isinstance(self.logit_bias, Mapping):  # a copy: checked once, and the caller's own may change
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_kinds()
-        _require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
-        _require(self.n >= 1, f"n={self.n}: must be at least 1")
-        _require(
+        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
+        require(self.n >= 1, f"n={self.n}: must be at least 1")
+        require(
             0.0 <= self.temperature < _LARGEST,
             f"temperature={self.temperature}: must be 0 (greedy) or a positive number; try 0.7",
         )
-        _require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or positive")
-        _require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p}: must be in (0, 1]; 1.0 is off")
-        _require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p}: must be in [0, 1]; 0.0 is off")
-        _require(
+        require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or positive")
+        require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p}: must be in (0, 1]; 1.0 is off")
+        require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p}: must be in [0, 1]; 0.0 is off")
+        require(
             self.seed is None or 0 <= self.seed < 2**32,
             f"seed={self.seed}: must be in [0, 2**32) or None",
         )
-        _require(all(self.stop), "stop='': a stop string must not be empty; leave it out")
+        require(all(self.stop), "stop='': a stop string must not be empty; leave it out")
         self._check_choice()
         self._check_several()
 
     def _check_kinds(self) -> None:
         for name in _WHOLE:
             value, most = getattr(self, name), 32 if name == "seed" else 31
-            _require(
+            require(
                 (value is None and name in _WHOLE_OR_NONE) or (is_whole(value) and value < 2**most),
                 f"{name}={value!r}: must be a whole number below 2**{most}",
             )
         for name in _REAL:
             value = getattr(self, name)
-            _require(isinstance(value, Real), f"{name}={value!r}: must be a number")
-        _require(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: must be True or False")
-        _require(
+            require(isinstance(value, Real), f"{name}={value!r}: must be a number")
+        require(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        require(
             isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop),
             f"stop={self.stop!r}: must be a string or several",
         )
         ids = self.stop_token_ids
-        _require(
+        require(
             isinstance(ids, tuple) and all(is_whole(i) and 0 <= i < 2**31 for i in ids),
             f"stop_token_ids={ids!r}: must be token ids, such as (2,)",
         )
         biases = self.logit_bias
-        _require(
+        require(
             isinstance(biases, Mapping)
             and all(is_whole(i) and isinstance(bias, Real) for i, bias in biases.items()),
             f"logit_bias={biases!r}: must map token ids to numbers, such as {{42: -100.0}}",
         )
 
     def _check_choice(self) -> None:
-        _require(
+        require(
             0.0 < self.repetition_penalty < _LARGEST,
             f"repetition_penalty={self.repetition_penalty}: must be positive; 1.0 is off",
         )
         for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             value = getattr(self, name)
-            _require(abs(value) < _LARGEST, f"{name}={value}: must be a finite number")
-        _require(
+            require(abs(value) < _LARGEST, f"{name}={value}: must be a finite number")
+        require(
             len(self.logit_bias) <= MAX_BIASED,
             f"logit_bias of {len(self.logit_bias)} tokens: at most {MAX_BIASED} are taken; leave some out",
         )
         for token, bias in self.logit_bias.items():
-            _require(
+            require(
                 token >= 0 and abs(bias) < _LARGEST,
                 f"logit_bias[{token}]={bias}: must be a finite number for a token id; -100 all but forbids it",
             )
-        _require(
+        require(
             len(self.stop_token_ids) <= MAX_END_IDS // 2,
             f"stop_token_ids: {len(self.stop_token_ids)} given, at most {MAX_END_IDS // 2} are taken",
         )
-        _require(
+        require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens}: must be between 0 and max_tokens={self.max_tokens}",
         )
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
-            _require(
+            require(
                 k is None or 0 <= k <= MAX_CANDIDATES,
                 f"{name}={k}: must be between 0 and {MAX_CANDIDATES}, or None for nothing",
             )
@@ -187,27 +188,27 @@ class SamplingParams:
     def _check_several(self) -> None:
         """n, best_of and beam_width, and what goes with them."""
         if self.best_of is not None:
-            _require(
+            require(
                 self.best_of >= self.n,
                 f"best_of={self.best_of}: must be at least n={self.n}, which is what is returned",
             )
-            _require(
+            require(
                 not self.beam_width,
                 "best_of: draws samples, beams are not drawn; leave out best_of or beam_width",
             )
-        _require(self.beam_width >= 0, f"beam_width={self.beam_width}: must be 0 (no beams) or positive")
-        _require(
+        require(self.beam_width >= 0, f"beam_width={self.beam_width}: must be 0 (no beams) or positive")
+        require(
             self.early_stopping in (True, False, "never"),
             f'early_stopping={self.early_stopping!r}: must be True, False or "never"',
         )
         if self.beam_width:
-            _require(
+            require(
                 self.n <= self.beam_width,
                 f"n={self.n}: must not exceed beam_width={self.beam_width}, of which n are returned; widen the beam",
             )
-            _require(self.temperature == 0, "temperature: beams are not drawn; leave it at 0")
-            _require(not self.stop, "stop: beams end at tokens; give stop_token_ids instead")
-            _require(
+            require(self.temperature == 0, "temperature: beams are not drawn; leave it at 0")
+            require(not self.stop, "stop: beams end at tokens; give stop_token_ids instead")
+            require(
                 not self.has_adjustments,
                 "penalties, logit_bias: beams follow the model's own probabilities; leave them out",
             )
@@ -236,11 +237,6 @@ class SamplingParams:
 def is_whole(value: Any) -> bool:
     """An int of Python's or numpy's, and no bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 class TokenLogprob(NamedTuple):

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pagedjax.cache.rules import check_block_size
+
 LANES = 128
 POOL_DTYPES = ("float32", "bfloat16", "float16")
 _INT32 = 2**31
@@ -81,12 +83,6 @@ class KVLayout:
     def num_bytes(self) -> int:
         rows, block_size, width = self.shape
         return rows * block_size * width * jnp.dtype(self.dtype).itemsize
-
-
-def check_block_size(block_size: int) -> None:
-    """Raises ValueError unless block_size is a power of two between 1 and 1024."""
-    if not 1 <= block_size <= 1024 or block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size}: must be a power of two between 1 and 1024; try 16 or 32")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])

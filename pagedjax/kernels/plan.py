@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagedjax.cache.rules import check_block_size
 from pagedjax.kernels.cascade import PrefixGroup, find_groups
-from pagedjax.kernels.layout import DecodeList, RaggedBatch, check_block_size
+from pagedjax.kernels.layout import DecodeList, RaggedBatch
 
 CHUNK_TOKENS = 256
 TILE_QUERIES = 128

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pagedjax.cache.rules import next_power_of_two
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Sequence, StepPlan
 from pagedjax.kernels import RaggedBatch, plan_ragged
@@ -72,8 +73,8 @@ class Buckets:
                 raise ValueError(f"{name}={size}: must be 1, 2 or 3; 3 pads least")
         seqs, most = config.max_num_seqs, config.token_budget
         chunk = config.chunk_tokens or most
-        decodes = sorted({seqs, *(1, _power_of_two(max(1, seqs // 4)))[: decode_sizes - 1]})
-        parts = (_power_of_two(max(2, chunk // 4)), _power_of_two(max(2, chunk // 16)))
+        decodes = sorted({seqs, *(1, next_power_of_two(max(1, seqs // 4)))[: decode_sizes - 1]})
+        parts = (next_power_of_two(max(2, chunk // 4)), next_power_of_two(max(2, chunk // 16)))
         prefill = sorted({most, *(min(p, most) for p in parts[: prefill_sizes - 1])})
         ladder = {Bucket(d, 0, d, d) for d in decodes}
         for tokens in prefill:
@@ -90,10 +91,6 @@ class Buckets:
             if bucket.fits(*need):
                 return bucket
         raise ValueError(f"step of {need}: exceeds every bucket up to {self.ladder[-1]}; widen the limits")
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @jax.tree_util.register_dataclass

@@ -130,15 +130,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
+        request_ids: Sequence[str] | None = None,
         extra: ExtraKeys = ExtraKeys(),
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, batched continuously; one output per prompt, in order.
 
+        Threads may call this side by side: their prompts run in the same steps, and the threads take turns.
+
         Args:
             prompts: Texts, or token id lists; a single one is a batch of one.
             sampling: For all, or one per prompt.
+            request_ids: One per prompt, to `abort` it by; None assigns numbers.
             extra: Extra keys of all of them (adapter, cache salt).
             priority: Of all of them; higher is admitted first and preempted last.
             progress: Show a bar on stderr; None follows the object's setting.
@@ -156,15 +160,14 @@ class LLM:
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
             self._check_biases(one)
-        order: list[str] = []
-        try:
-            for ids, one in zip(token_ids, params, strict=True):
-                order.append(self.engine.add(ids, one, extra=extra, priority=priority))
-            return self._finish(order, self.progress if progress is None else progress)
-        except BaseException:  # an interrupt, too: give the blocks back
-            for request_id in order:
-                self.engine.abort(request_id)
-            raise
+        with bar("generating", len(batch), self.progress if progress is None else progress) as advance:
+            return self.engine.complete(
+                list(zip(token_ids, params, strict=True)),
+                request_ids=request_ids,
+                extra=extra,
+                priority=priority,
+                on_end=lambda output: advance(1),
+            )
 
     def chat(
         self,
@@ -186,11 +189,26 @@ class LLM:
         return self.generate(prompts, sampling, **options)
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams = SamplingParams(), *, extra: ExtraKeys = ExtraKeys()
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        request_id: str | None = None,
+        extra: ExtraKeys = ExtraKeys(),
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """Yield one prompt's output as it grows; leaving the loop early aborts the request."""
         self._check_biases(sampling)
-        return self.engine.stream(self.encode(prompt), sampling, extra=extra)
+        ids = self.encode(prompt)
+        return self.engine.stream(ids, sampling, request_id=request_id, extra=extra, priority=priority)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, from any thread or hook; whoever waits for it gets what there is, as aborted.
+
+        Returns:
+            Its last output; None where no such request is live.
+        """
+        return self.engine.abort(request_id)
 
     def save_cache(
         self, path: str | Path, prompts: Prompt | Sequence[Prompt], *, extra: ExtraKeys = ExtraKeys()
@@ -301,24 +319,6 @@ class LLM:
         ]
         with bar("compiling", len(buckets), self.progress) as advance:
             self.runner.warm_up(lambda _: advance(1), buckets)
-
-    def _finish(self, order: list[str], progress: bool) -> list[RequestOutput]:
-        waiting = set(order)
-        done: dict[str, RequestOutput] = {}
-        others: list[RequestOutput] = []
-        try:
-            with bar("generating", len(order), progress) as advance:
-                while waiting:
-                    for output in self.engine.step():
-                        if output.request_id in waiting and output.finished:
-                            waiting.remove(output.request_id)
-                            done[output.request_id] = output
-                            advance(1)
-                        elif output.finished:
-                            others.append(output)
-        finally:
-            self.engine.keep(others)
-        return [done[request_id] for request_id in order]
 
 
 def _check_names(config: Config) -> None:

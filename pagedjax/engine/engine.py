@@ -10,15 +10,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 import numpy as np
 
 from pagedjax.cache import InvariantError, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.beam import BeamSearch, check_width, reseat
+from pagedjax.engine.beam import check_width
 from pagedjax.engine.interrupts import HeldInterrupts
-from pagedjax.engine.outputs import Outputs, candidates
+from pagedjax.engine.outputs import Outputs
 from pagedjax.engine.request import (
     MAX_END_IDS,
     FinishReason,
@@ -27,8 +28,10 @@ from pagedjax.engine.request import (
     SamplingParams,
     Sequence,
 )
+from pagedjax.engine.results import Results
 from pagedjax.engine.scheduler import Scheduler
 from pagedjax.engine.step import Lengths, Runner, StepPlan, StepRecord, StepResult
+from pagedjax.engine.turns import FairLock, Mailbox
 
 
 class Engine:
@@ -77,17 +80,18 @@ class Engine:
         self.scheduler = Scheduler(manager, config, max_model_len, runner.block_bytes)
         self.max_model_len = max_model_len
         self.on_step = on_step
-        self._eos = frozenset(eos_token_ids)
         self._hash_scheme = hash_scheme
         self._seed = seed
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(manager, decode, clock)
+        self._results = Results(self.scheduler, self._outputs, eos_token_ids)
         self._touched: dict[str, Request] = {}  # have something new to tell
         self._ready: dict[str, RequestOutput] = {}  # what they tell, until a step has returned it
-        self._held: dict[str, RequestOutput | None] = {}  # of each open stream, what it has not yielded yet
+        self._held: dict[str, Mailbox] = {}  # requests that somebody waits for, until he has taken their end
+        self._turn = FairLock()  # who makes the next step
+        self._books = FairLock()  # all of the above, the scheduler and the manager
         self._stepping = False
-        self._seq_ids = itertools.count()
         self._num_added = 0
 
     # ------------------------------------------------------------------ input
@@ -100,7 +104,7 @@ class Engine:
             )
         _check_ids(prompt_token_ids)
         self.scheduler.check(len(prompt_token_ids), sampling)
-        ends = self._end_ids(sampling)
+        ends = self._results.end_ids(sampling)
         if len(ends) > MAX_END_IDS:
             raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")
         if sampling.beam_width:
@@ -129,51 +133,63 @@ class Engine:
         Raises:
             ValueError: The request can never run, or its id is taken. Nothing was queued.
         """
+        added: list[str] = []
+        try:
+            with HeldInterrupts() as interrupts, self._books.held(interrupts):
+                self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock())
+        except KeyboardInterrupt:  # the caller never learns the id
+            for name in added:
+                self.abort(name)
+            raise
+        return added[0]
+
+    def _add(
+        self,
+        added: list[str],
+        prompt_token_ids: Seq[int] | np.ndarray,
+        sampling: SamplingParams,
+        request_id: str | None,
+        extra: ExtraKeys,
+        priority: int,
+        arrival: float,
+    ) -> None:
+        """Queue a request and append its id to `added`; called with the books held."""
         self.check(prompt_token_ids, sampling)
         if request_id is None:
             names = map(str, itertools.count(self._num_added))
             request_id = next(name for name in names if not self._is_taken(name))
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r}: must be a string; leave it out for the next number")
         if not isinstance(priority, int):
             raise ValueError(f"priority={priority!r}: must be a whole number; 0 is the common one")
         if self._is_taken(request_id):
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
         prompt = tuple(np.asarray(prompt_token_ids).tolist())
+        chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
         seed = sampling.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, self._num_added]).generate_state(1)[0])
         self._num_added += 1
-        request = Request(request_id, prompt, sampling, seed, arrival=self._clock(), priority=priority)
-        request.end_token_ids = self._end_ids(sampling)
-        chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
-        try:
-            with HeldInterrupts():
-                if sampling.beam_width:
-                    self._outputs.searches[request_id] = self._new_search(request)
-                for index in range(1 if sampling.beam_width else sampling.num_sequences):
-                    own = chain if index == 0 else chain.fork()
-                    seq = Sequence(next(self._seq_ids), request, index, own)
-                    request.sequences.append(seq)
-                    self._outputs.start(seq)
-                self._requests[request_id] = request
-                self.scheduler.add(request)
-        except KeyboardInterrupt:  # the caller never learns the id
-            self.abort(request_id)
-            raise
-        return request_id
+        request = Request(request_id, prompt, sampling, seed, arrival=arrival, priority=priority)
+        self._results.start(request, chain)
+        self._requests[request_id] = request
+        self.scheduler.add(request)
+        added.append(request_id)
 
     def _is_taken(self, request_id: str) -> bool:
-        return request_id in self._requests or request_id in self._ready
+        return any(request_id in names for names in (self._requests, self._ready, self._held))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its blocks go back. None where it is not live (already ended, or unknown).
+        """End a request now, from any thread or hook; its blocks go back. None where it is not live.
 
-        Of one that ended in a step whose outputs were not returned, nothing is told any more.
+        Whoever waits for it (`complete`, `stream`) gets it as aborted; of one that ended in a step whose outputs were
+        not returned, nothing is told any more.
         """
-        self._ready.pop(request_id, None)
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        with HeldInterrupts():
+        with HeldInterrupts() as interrupts, self._books.held(interrupts):
+            self._ready.pop(request_id, None)
+            request = self._requests.get(request_id)
+            if request is None:
+                return None
             for seq in request.live:
                 self.scheduler.finish(seq, FinishReason.ABORT)
             self._touched.pop(request_id, None)
@@ -186,46 +202,67 @@ class Engine:
         return self.scheduler.has_work or bool(self._touched or self._ready or self.scheduler.ended)
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run and book one step.
+        """Plan, run and book one step; from several threads, each in its turn.
 
         What the runner or `on_step` raises comes through, and so does Ctrl-C, and the engine can go on: requests of
         a step that did not run to its end go back to the queue, outputs that were not delivered are the next step's.
 
         Returns:
-            One output for each request that got a token or ended in this step; of beams and best_of only
-            once they have ended.
+            One output for each request that got a token or ended in this step and that nobody else waits for; of
+            beams and best_of only once they have ended.
 
         Raises:
-            ValueError: Called from `on_step`, or from another thread while a step runs.
+            ValueError: Called from `on_step`.
         """
-        with HeldInterrupts() as interrupts:
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            with HeldInterrupts() as interrupts:
+                self._step(interrupts)
+                interrupts.raise_noted()
+                with self._books.held(interrupts):
+                    outputs, self._ready = self._ready, {}
+            return list(outputs.values())
+        except KeyboardInterrupt:  # not delivered
+            self._ready = outputs | self._ready
+            raise
+
+    def _step(self, interrupts: HeldInterrupts) -> None:
+        """One step; what there is to tell goes to those who wait for it, or into `_ready`."""
+        with self._turn.held(interrupts):
             if self._stepping:
-                raise ValueError(
-                    "step: runs already, in another thread or around this hook; call it from one place"
-                )
+                raise ValueError("step: runs already around this hook; call it from outside")
             self._stepping = True
             try:
-                self._advance(interrupts)
-                for seq in self.scheduler.ended:
-                    self._touched[seq.request.request_id] = seq.request
-                self.scheduler.ended.clear()
-                touched, self._touched = self._touched, {}
-                for request in touched.values():
-                    if not (request.live and request.sampling.waits_for_all):
-                        self._ready[request.request_id] = self._output(request)
+                with self._books.held(interrupts):
+                    record = self._advance(interrupts)
+                    self._tell()
+                if record is not None and self.on_step is not None:
+                    # The books are whole and nobody's: a hook, or a thread beside it, may add and abort.
+                    with interrupts.allowed():
+                        self.on_step(record)
             finally:
                 self._stepping = False
-        outputs, self._ready = self._ready, {}
-        return list(outputs.values())
 
-    def _advance(self, interrupts: HeldInterrupts) -> None:
-        """Plan, run and book; leaves the requests that have something to tell in `_touched`."""
+    def _tell(self) -> None:
+        """Make outputs of the requests that have something to tell."""
+        for seq in self.scheduler.ended:
+            self._touched[seq.request.request_id] = seq.request
+        self.scheduler.ended.clear()
+        touched, self._touched = self._touched, {}
+        for request in touched.values():
+            if not (request.live and request.sampling.waits_for_all):
+                output = self._output(request)
+                if request.request_id not in self._held:
+                    self._ready[request.request_id] = output
+
+    def _advance(self, interrupts: HeldInterrupts) -> StepRecord | None:
+        """Plan, run and book; leaves the requests that have something to tell in `_touched`. None: nothing ran."""
         clock = self._clock
         started = clock()
         plan = self.scheduler.schedule()
         scheduled = clock()
         if not (plan.rows or plan.copies):
-            return
+            return None
         try:
             with interrupts.allowed():
                 result = self._execute(plan)
@@ -239,26 +276,10 @@ class Engine:
             raise
         executed = clock()
         lengths = Lengths(plan) if self.on_step is not None else None
-        if self.scheduler.config.preemption == "auto":
-            prefills = sum(row.num_tokens > 1 for row in plan.rows)
-            self.scheduler.costs.observe(plan.num_tokens, prefills, plan.copies, result)
-        grown = self.scheduler.update(plan, result.tokens, result.logprobs, executed)
-        self._outputs.book_prompts(plan, result)
-        for at, seq in grown:
-            request = seq.request
-            self._touched[request.request_id] = request
-            if request.first_token_at is None:
-                request.first_token_at = executed
-            if request.sampling.beam_width:
-                seq.candidates = candidates(result, at)
-                self._advance_beams(request)
-            else:
-                self._outputs.book_details(seq, result, at)
-                self._apply_stop_rules(seq)
-        if self.on_step is not None and lengths is not None:
-            record = StepRecord(lengths.record(), result, scheduled - started, clock() - executed)
-            with interrupts.allowed():
-                self.on_step(record)
+        self._touched |= self._results.book(plan, result, executed)
+        if lengths is None:
+            return None
+        return StepRecord(lengths.record(), result, scheduled - started, clock() - executed)
 
     def _execute(self, plan: StepPlan[Sequence]) -> StepResult:
         result = self.runner.execute(plan)
@@ -269,20 +290,69 @@ class Engine:
             )
         return result
 
-    def keep(self, outputs: Seq[RequestOutput]) -> None:
-        """Give back what `step` returned for somebody else: the next step returns it again, streams have theirs."""
-        self._ready |= {o.request_id: o for o in outputs if o.request_id not in self._held}
+    # ---------------------------------------------------------------- waiting
+
+    def complete(
+        self,
+        jobs: Seq[tuple[Seq[int] | np.ndarray, SamplingParams]],
+        *,
+        request_ids: Seq[str] | None = None,
+        extra: ExtraKeys = ExtraKeys(),
+        priority: int = 0,
+        on_end: Callable[[RequestOutput], None] = lambda output: None,
+    ) -> list[RequestOutput]:
+        """Add requests and make steps until all of them have ended, beside whoever else makes steps.
+
+        Threads that wait take turns; each gets its own outputs. One that is aborted elsewhere has ended, too. Where
+        this call is left by an exception, all its requests are aborted.
+
+        Args:
+            jobs: Prompts i32[n] and how to continue them.
+            request_ids: One for each; None assigns numbers.
+            extra, priority: Of all of them, as in `add`.
+            on_end: Called with each output as its request ends.
+
+        Returns:
+            The last output of each, in order.
+
+        Raises:
+            ValueError: One of them can never run; none was started.
+        """
+        names: Seq[str | None] = [None] * len(jobs) if request_ids is None else request_ids
+        if len(names) != len(jobs):
+            raise ValueError(f"request_ids: {len(names)} given for {len(jobs)} prompts; give one for each")
+        for prompt, sampling in jobs:
+            self.check(prompt, sampling)
+        arrival, added, box = self._clock(), list[str](), Mailbox()
+        done: dict[str, RequestOutput] = {}
+        with HeldInterrupts() as interrupts:
+            try:
+                with self._books.held(interrupts):
+                    for (prompt, sampling), name in zip(jobs, names, strict=True):
+                        self._add(added, prompt, sampling, name, extra, priority, arrival)
+                        self._held[added[-1]] = box
+                while len(done) < len(added):
+                    for output in self._wait(box, interrupts):
+                        if output.finished:
+                            done[output.request_id] = output
+                            on_end(output)
+                    interrupts.raise_noted()
+            finally:
+                self._leave(added, interrupts)
+        return [done[name] for name in added]
 
     def stream(
         self,
         prompt_token_ids: Seq[int] | np.ndarray,
         sampling: SamplingParams = SamplingParams(),
         *,
+        request_id: str | None = None,
         extra: ExtraKeys = ExtraKeys(),
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """Add a request and yield its outputs as they grow; other requests advance beside it.
 
-        Whoever makes the steps (another stream, `generate`), each stream yields its own outputs. Leaving the
+        Whoever makes the steps (another stream, `complete`), each stream yields its own outputs. Leaving the
         loop early aborts the request.
 
         Raises:
@@ -292,62 +362,56 @@ class Engine:
             raise ValueError(
                 "stream: what beam_width or best_of return is known at the end only; call generate instead"
             )
-        request_id = self.add(prompt_token_ids, sampling, extra=extra)
-        self._held[request_id] = None
+        added, box = list[str](), Mailbox()
         try:
+            with HeldInterrupts() as interrupts, self._books.held(interrupts):
+                self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock())
+                self._held[added[0]] = box
             finished = False
             while not finished:
-                output = self._held[request_id]
-                if output is None:
-                    self.step()
-                    continue
-                self._held[request_id] = None
-                finished = output.finished
-                yield output
+                with HeldInterrupts() as interrupts:
+                    outputs = self._wait(box, interrupts)
+                for output in outputs:
+                    finished = output.finished
+                    yield output
         finally:
-            del self._held[request_id]
-            self.abort(request_id)
+            with HeldInterrupts() as interrupts:
+                self._leave(added, interrupts)
 
-    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = frozenset(sampling.stop_token_ids)
-        return own if sampling.ignore_eos else own | self._eos
+    def _wait(self, box: Mailbox, interrupts: HeldInterrupts) -> list[RequestOutput]:
+        """What is new for one who waits; makes a step where nothing is."""
+        with self._turn.held(interrupts):  # who steps now may be about to tell it
+            for step in (False, True):
+                if step:
+                    idle = not self.scheduler.has_work
+                    self._step(interrupts)
+                with self._books.held(interrupts):
+                    if outputs := box.take():
+                        return outputs
+            if idle and not self.scheduler.has_work:
+                raise InvariantError("somebody waits for a request that the engine does not have")
+        return []
 
-    def _apply_stop_rules(self, seq: Sequence) -> None:
-        sampling = seq.request.sampling
-        token = seq.chain.tokens[-1]
-        early = seq.num_output_tokens <= sampling.min_tokens
-        ends = token in seq.request.end_token_ids and not early
-        if not ends:
-            ends = self._outputs.completes_stop(seq, may_stop=not early)
-        if ends:
-            self.scheduler.finish(seq, FinishReason.STOP)
-        elif seq.num_output_tokens >= sampling.max_tokens or seq.num_tokens >= self.max_model_len:
-            stopped = self._outputs.ends_in_stop(seq)
-            self.scheduler.finish(seq, FinishReason.STOP if stopped else FinishReason.LENGTH)
+    def _leave(self, names: Seq[str], interrupts: HeldInterrupts) -> None:
+        """Nobody waits for these any more; those that still run are aborted."""
+        with self._books.held(interrupts):
+            for name in names:
+                self._held.pop(name, None)
+                self.abort(name)
 
-    def _new_search(self, request: Request) -> BeamSearch:
-        sampling = request.sampling
-        return BeamSearch(
-            sampling.beam_width,
-            min(sampling.max_tokens, self.max_model_len - request.num_prompt_tokens),
-            sampling.length_penalty,
-            sampling.early_stopping,
-            request.end_token_ids,
-            sampling.min_tokens,
-        )
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step runs and no request comes or goes while the context lasts, whatever other threads ask for.
 
-    def _advance_beams(self, request: Request) -> None:
-        """One step of a beam search, once all its beams have their candidates."""
-        beams = request.sequences
-        if any(seq.candidates is None or seq.num_computed_tokens < seq.num_tokens for seq in beams):
-            return  # some are still being recomputed after a preemption
-        search = self._outputs.searches[request.request_id]
-        choices = search.advance([seq.candidates for seq in beams])
-        if search.done:
-            for seq in beams:
-                self.scheduler.finish(seq, FinishReason.STOP)
-        else:
-            reseat(request, choices, self.manager, lambda: next(self._seq_ids))
+        For those who reach past the engine to its manager or runner. Ctrl-C is not held back inside.
+        """
+        with (
+            HeldInterrupts() as interrupts,
+            self._turn.held(interrupts),
+            self._books.held(interrupts),
+            interrupts.allowed(),
+        ):
+            yield
 
     # ----------------------------------------------------------------- output
 
@@ -356,8 +420,8 @@ class Engine:
         if output.finished:
             self._requests.pop(request.request_id, None)
             self._outputs.forget(request)
-        if request.request_id in self._held:
-            self._held[request.request_id] = output
+        if (box := self._held.get(request.request_id)) is not None:
+            box.put(output)
         return output
 
 

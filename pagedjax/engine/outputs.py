@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagedjax.cache import KVCacheManager
-from pagedjax.engine.beam import BeamSearch, Candidates, Hypothesis
+from pagedjax.engine.beam import BeamSearch, Hypothesis
 from pagedjax.engine.request import (
     CompletionOutput,
     FinishReason,
@@ -20,7 +20,6 @@ from pagedjax.engine.request import (
     Sequence,
     TokenLogprob,
 )
-from pagedjax.engine.step import StepPlan, StepResult
 from pagedjax.engine.text_stream import TextStream
 
 
@@ -79,28 +78,6 @@ class Outputs:
             return False
         stream.finish()
         return stream.stopped
-
-    @staticmethod
-    def book_details(seq: Sequence, result: StepResult, at: int) -> None:
-        """Keep what the step says of sample `at`, the newest token of `seq`, if its request asks."""
-        count = seq.request.sampling.logprobs
-        if count is not None and result.top_ids is not None and result.top_logprobs is not None:
-            own = TokenLogprob(seq.chain.tokens[-1], result.logprobs[at], result.ranks[at])
-            top = _ranked(result.top_ids[at], result.top_logprobs[at], count)
-            seq.details.append(PositionLogprobs(own, top))
-
-    @staticmethod
-    def book_prompts(plan: StepPlan[Sequence], result: StepResult) -> None:
-        """Keep the scores of prompt tokens for the requests that ask."""
-        for number, scores in result.prompt.items():
-            row = plan.rows[number]
-            request = row.seq.request
-            count = request.sampling.prompt_logprobs or 0
-            for i, logprob in enumerate(scores.logprobs.tolist()):
-                position = row.start + 1 + i
-                own = TokenLogprob(request.prompt_token_ids[position], logprob, int(scores.ranks[i]))
-                top = _ranked(scores.top_ids[i], scores.top_logprobs[i], count)
-                request.prompt_details[position] = PositionLogprobs(own, top)
 
     # ----------------------------------------------------------------- output
 
@@ -175,7 +152,7 @@ class Outputs:
         details = []
         for token, logprob, row in zip(beam.token_ids, beam.logprobs, beam.rows):
             place = int(np.flatnonzero(row.token_ids == token)[0])
-            top = _ranked(row.token_ids, row.logprobs, count or 0)
+            top = ranked(row.token_ids, row.logprobs, count or 0)
             details.append(PositionLogprobs(TokenLogprob(token, logprob, place + 1), top))
         ids = beam.token_ids
         shown = ids[:-1] if found.reason is FinishReason.STOP else ids
@@ -190,19 +167,7 @@ class Outputs:
         )
 
 
-def candidates(result: StepResult, at: int) -> Candidates:
-    """What the beam that is sample `at` of the step may go on with.
-
-    Raises:
-        ValueError: The runner gave none.
-    """
-    if result.top_ids is None or result.top_logprobs is None:
-        raise ValueError(
-            "StepResult.top_ids: beams need a row of candidates per sample; the runner gave none"
-        )
-    return Candidates(result.top_ids[at], result.top_logprobs[at])
-
-
-def _ranked(ids: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[TokenLogprob, ...]:
+def ranked(ids: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[TokenLogprob, ...]:
+    """The first `count` of a row of likeliest tokens."""
     pairs = zip(ids[:count].tolist(), logprobs[:count].tolist())
     return tuple(TokenLogprob(token, logprob, place + 1) for place, (token, logprob) in enumerate(pairs))

@@ -68,6 +68,7 @@ class ToyRunner:
             target[batch.dst] = source[batch.src]
         written: set[tuple[int, int]] = set()
         for row, table in zip(plan.rows, plan.tables[0], strict=True):
+            assert row.num_tokens >= 1, "a row of no tokens"
             for position in range(row.start, row.start + row.num_tokens):
                 block, offset = int(table[position // self.block_size]), position % self.block_size
                 assert block > 0, "a token was to be written to the null block"

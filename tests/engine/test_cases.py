@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import random
+import signal
+import threading
 
 import pytest
 
+from pagedjax.cache import InvariantError
+from pagedjax.engine.interrupts import HeldInterrupts
 from pagedjax.engine.request import SamplingParams
+from pagedjax.engine.turns import FairLock
 
 
 def test_F021_a_prompt_longer_than_a_chunk_runs_whole_where_chunking_is_off(
@@ -50,3 +57,155 @@ def test_F025_a_kept_record_stays_what_it_was(make_engine, run_all):
             record.plan.rows[0].seq.num_tokens = 0
     ended = [row.seq.finish_reason for record in kept for row in record.plan.rows]
     assert sum(reason is not None for reason in ended) == 6 and ended[0] is None
+
+
+@pytest.mark.parametrize("who", ["hook", "thread beside the hook", "another thread"])
+def test_F020_generate_ends_when_a_request_is_aborted(make_engine, greedy, judge, who):
+    engine = make_engine()
+    told = []
+
+    def abort():
+        told.append(engine.abort("b"))
+
+    def hook(record):
+        if record.plan.step != 2:
+            return
+        if who == "hook":
+            abort()
+            return
+        thread = threading.Thread(target=abort)
+        thread.start()
+        if who == "thread beside the hook":  # the hook waits for it
+            thread.join(30)
+        else:
+            threads.append(thread)
+
+    threads = []
+    engine.on_step = hook
+    jobs = [([1, 2, 3], greedy(60)), ([4, 5, 6], greedy(60))]
+    first, second = engine.complete(jobs, request_ids=["a", "b"])
+    for thread in threads:
+        thread.join(30)
+    assert list(first.outputs[0].token_ids) == judge([1, 2, 3], 60)
+    assert second.finished and second.outputs[0].finish_reason == "abort" and told[0] == second
+    tokens = list(second.outputs[0].token_ids)
+    assert 2 <= len(tokens) < 60 and tokens == judge([4, 5, 6], len(tokens))
+    assert not engine.has_work and engine.manager.num_free == engine.manager.num_usable
+
+
+def test_F020_who_waits_for_what_is_not_there_is_told(make_engine, greedy):
+    engine = make_engine()
+    engine.on_step = lambda record: engine.scheduler.running.clear()
+    with pytest.raises(InvariantError, match="waits for a request"):
+        engine.complete([([1, 2, 3], greedy(60))])
+
+
+def test_F022_ten_threads_share_one_engine(make_engine, judge, greedy):
+    engine = make_engine(num_blocks=40, max_num_seqs=4)
+    steps, failures = [], []
+    engine.on_step = lambda record: steps.append(threading.get_ident())
+
+    def call(number):
+        try:
+            for turn in range(4):
+                prompts = [[number, turn, 7, 8, i] for i in range(2)]
+                outputs = engine.complete([(p, greedy(6 + number)) for p in prompts])
+                for prompt, output in zip(prompts, outputs, strict=True):
+                    assert list(output.outputs[0].token_ids) == judge(prompt, 6 + number)
+                (*_, last) = engine.stream([number, 9], greedy(3))
+                assert list(last.outputs[0].token_ids) == judge([number, 9], 3)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    assert len(set(steps)) > 5  # they take turns
+    assert not engine.has_work and engine.manager.num_free == engine.manager.num_usable
+    engine.manager.check_invariants()
+
+
+def test_F022_the_lock_goes_to_who_waited_longest():
+    lock, order, entered = FairLock(), [], threading.Event()
+
+    def take(number):
+        with HeldInterrupts() as interrupts, lock.held(interrupts):
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(i,)) for i in range(5)]
+    with HeldInterrupts() as interrupts:
+        with lock.held(interrupts), lock.held(interrupts):
+            for number, thread in enumerate(threads):
+                thread.start()
+                while len(lock._queue) <= number:
+                    entered.wait(0.001)
+        with lock.held(interrupts):  # behind all that wait
+            order.append("main")
+    for thread in threads:
+        thread.join(30)
+    assert order == [0, 1, 2, 3, 4, "main"]
+
+
+def test_F022_ctrl_c_while_another_thread_holds_the_lock():
+    lock, held, release = FairLock(), threading.Event(), threading.Event()
+
+    def hold():
+        with HeldInterrupts() as interrupts, lock.held(interrupts):
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        held.wait(30)
+        threading.Timer(
+            0.05, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        ).start()
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts() as interrupts, lock.held(interrupts):
+            raise AssertionError("the lock is the other thread's")
+        release.set()
+        thread.join(30)
+        with HeldInterrupts() as interrupts, lock.held(interrupts):
+            assert not lock._queue
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_F023_every_row_has_a_token(make_engine, run_all, judge):
+    """The toy runner asserts it: prompts of whole blocks, several samples, forced preemptions."""
+    preemptions = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        size = rng.choice([1, 2, 4])
+        host = rng.choice([0, 16])
+        engine = make_engine(
+            num_blocks=rng.randint(6, 20) * max(1, 4 // size),
+            block_size=size,
+            index=rng.choice(["hash", "radix", "table"]),
+            partial=rng.choice([0, 1]) if size > 1 else 0,
+            host_blocks=host,
+            preemption=rng.choice(["swap", "recompute"]) if host else "recompute",
+            chunk_tokens=rng.choice([0, 4]),
+            token_budget=16,
+            max_model_len=64,
+        )
+        stem, asked = [rng.randrange(90) for _ in range(12)], {}
+        for _ in range(10):
+            prompt = stem[: size * rng.randint(1, 12 // size)]
+            with contextlib.suppress(ValueError):  # one that can never fit
+                params = SamplingParams(
+                    max_tokens=rng.randint(1, 9), n=rng.choice([1, 2, 2, 3]), ignore_eos=True
+                )
+                asked[engine.add(prompt, params)] = prompt
+            engine.step()
+            if engine.scheduler.running and rng.random() < 0.5:
+                engine.scheduler._preempt(rng.choice(engine.scheduler.running))
+        for request_id, output in run_all(engine).items():
+            for sample in output.outputs:
+                assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
+        preemptions += engine.scheduler.num_preemptions
+    assert preemptions > 60

@@ -277,14 +277,15 @@ def test_automatic_ids_leave_out_those_in_use(make_engine, greedy):
     assert [engine.add([1, 2], greedy(2)) for _ in range(2)] == ["5", "7"]
 
 
-def test_outputs_given_back_are_returned_again(make_engine, greedy, judge):
+def test_outputs_of_others_wait_for_the_next_step(make_engine, greedy, judge):
     engine = make_engine()
     mine = engine.add([1, 2, 3], greedy(1))
-    (output,) = engine.step()
-    engine.keep([output])
+    assert engine.complete([([4, 5], greedy(3))])[0].finished
     assert engine.has_work
     with pytest.raises(ValueError, match="in use"):
         engine.add([4], greedy(1), request_id=mine)
-    assert engine.step() == [output] and not engine.has_work
-    engine.keep([output])
+    (output,) = engine.step()
+    assert list(output.outputs[0].token_ids) == judge([1, 2, 3], 1) and not engine.has_work
+    mine = engine.add([1, 2, 3], greedy(1))
+    engine.complete([([4, 5], greedy(3))])
     assert engine.abort(mine) is None and not engine.has_work

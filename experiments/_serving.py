@@ -13,11 +13,10 @@ import numpy as np
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
-from pagedjax.paths import shipped
-from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
+from pagedjax.models.family_configs import read_shape
+from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 
-CONFIGS = shipped("configs")
 BLOCK = 16
 KV_SLOTS = 15_700  # Table 1: "max KV slots" of a 13B model on one A100-40GB
 MAX_LEN = 2048
@@ -48,10 +47,9 @@ LENGTH_NOTE = (
 )
 
 
-def cost(model: str, block_size: int = BLOCK) -> CostModel:
-    """The one hardware file and the one file of shapes."""
-    hardware = HardwareSpec.from_toml(CONFIGS / "hardware" / "a100-40gb.toml")
-    return CostModel(hardware, ModelShape.from_toml(CONFIGS / "sweeps" / "shapes.toml", model), block_size)
+def cost(model: str, block_size: int = BLOCK, hardware: str = "a100-40gb") -> CostModel:
+    """A hardware file and a shape, each by its name or path."""
+    return CostModel(HardwareSpec.read(hardware), read_shape(model), block_size)
 
 
 def manager(system: str, *, block_size: int = BLOCK) -> Any:

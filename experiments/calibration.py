@@ -24,7 +24,7 @@ from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
 
-from ._serving import ALPACA, ALPACA_TEXT, CONFIGS, MAX_LEN, TURNS, WMT, cost, manager, workload
+from ._serving import ALPACA, ALPACA_TEXT, MAX_LEN, TURNS, WMT, cost, manager, workload
 from ._serving import SCHEDULER as PAPERS
 
 CAPS = (32, 128, 512, 1536)  # on the answer's length
@@ -207,7 +207,7 @@ def _plot(rows: list[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-_FILE = HardwareSpec.from_toml(CONFIGS / "hardware" / "a100-40gb.toml")
+_FILE = HardwareSpec.read("a100-40gb")
 _LEAST = 50  # rows of a whole run; a smoke run fits nothing and has fewer
 EXPERIMENT = Experiment(
     name="calibration",

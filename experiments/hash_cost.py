@@ -20,7 +20,7 @@ from pagedjax.lab import Experiment, Row, Unit
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    sizes = (16,) if smoke else (8, 16, 32, 64, 128)
+    sizes = [16] if smoke else [8, 16, 32, 64, 128]
     return [
         {"tokens": 2_000 if smoke else 100_000, "sizes": sizes, "rounds": 3 if smoke else 7, "seed": seed}
     ]

@@ -81,9 +81,7 @@ EXPERIMENT = Experiment(
             Claim(f"Alpaca, n = {n}", v, "PagedAttention Fig. 15", _value("alpaca", n))
             for n, v in PRINTED.items()
         ),
-        Claim(
-            "ShareGPT, n = 2", 0.162, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2), 0.15
-        ),
+        Claim("ShareGPT, n = 2", 0.162, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2)),
         Claim("ShareGPT, n = 6", 0.305, "PagedAttention §6.3 (most of a range)", _value("sharegpt", 6)),
     ),
     units=_units,

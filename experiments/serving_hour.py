@@ -15,11 +15,10 @@ from typing import Any
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
-from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape
+from pagedjax.models.family_configs import read_shape
+from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import open_trace
-
-from ._serving import CONFIGS
 
 TRACE = "data/traces/mooncake_conversation_trace.jsonl.gz"
 DEVICES, BLOCK, MAX_LEN = 4, 512, 131_072
@@ -28,8 +27,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=8192)
 
 def cost() -> CostModel:
     """Four H100s as one device, and Llama-3-8B."""
-    hardware = HardwareSpec.from_toml(CONFIGS / "hardware" / "h100-80gb.toml").times(DEVICES)
-    return CostModel(hardware, ModelShape.from_toml(CONFIGS / "sweeps" / "shapes.toml", "llama-3-8b"), BLOCK)
+    return CostModel(HardwareSpec.read("h100-80gb").times(DEVICES), read_shape("llama-3-8b"), BLOCK)
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:

@@ -307,6 +307,15 @@ def _fields(section: str) -> dict[str, Any]:
     return get_type_hints(_SECTIONS[section])
 
 
+def full_key(key: str) -> str:
+    """The full name of a setting, "cache.block_size", from a key as typed.
+
+    Raises:
+        ValueError: No setting has this name, or several have; the message names the nearest.
+    """
+    return ".".join(_resolve(key))
+
+
 def _resolve(key: str) -> tuple[str, str]:
     """The (section, field) that a key names."""
     section, dot, name = key.partition(".")

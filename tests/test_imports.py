@@ -18,13 +18,13 @@ MAY_IMPORT = {
     "pagedjax.cache": CACHE | {"numpy", "cbor2", "xxhash"},
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.config": {"numpy"},
-    "pagedjax.models.family_configs": {"pagedjax.models.config", "numpy"},
+    "pagedjax.models.family_configs": {"pagedjax.models.config", "pagedjax.paths", "numpy"},
     "pagedjax.models.tokenizer": {"pagedjax.models.config", "numpy", "tokenizers", "jinja2"},
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.engine.text_stream": {"pagedjax.engine", "numpy"},
     "pagedjax.engine.preemption": CACHE,
     "pagedjax.engine.interrupts": set(),
-    "pagedjax.sim": HOST | {"pagedjax.sim", "numpy"},
+    "pagedjax.sim": HOST | {"pagedjax.sim", "pagedjax.paths", "numpy"},
     "pagedjax.paths": {"platformdirs"},
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
     "pagedjax.lab.provenance": {"pagedjax"},  # its version

@@ -90,7 +90,7 @@ def preemption(common: Common, contexts: tuple[int, ...], rounds: int) -> None:
 
 
 @command.command("in-place")
-@common_options()
+@common_options(settings=(), cache_dir=False)
 def in_place(common: Common) -> None:
     """One decode step of a tiny model over a small and a large pool: the pool must be updated in place."""
     from pagedjax.bench import in_place as bench
@@ -100,7 +100,7 @@ def in_place(common: Common) -> None:
 
 @command.command("cache")
 @click.option("--large", is_flag=True, help="Also a pool of 1,000,000 blocks (about half a minute).")
-@common_options()
+@common_options(settings=("cache.index", "cache.policy", "cache.block_size"), cache_dir=False)
 def cache(common: Common, large: bool) -> None:
     """Host time per block: look up, allocate, index, free, evict; beside a bare SHA-256 of the same bytes."""
     from pagedjax.bench import cache as bench
@@ -116,7 +116,7 @@ def cache(common: Common, large: bool) -> None:
 @click.option(
     "--rounds", type=_COUNT, default=15, show_default=True, help="Times each candidate runs; the best counts."
 )
-@common_options()
+@common_options(settings=(), cache_dir=False)
 def kernels(common: Common, rounds: int) -> None:
     """Decode attention of one layer beside a dense cache, a gather of everything, and a copy; what was claimed of it.
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
-from pagedjax.paths import user_cache_dir
+from pagedjax.cli.options import Common, common_options, emit_json, refuse_with
+from pagedjax.paths import shipped, user_cache_dir
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
     from pagedjax.kernels.aot import Compiled
     from pagedjax.models.config import ModelConfig
-    from pagedjax.models.family_configs import config_from_gguf, config_from_hf
+    from pagedjax.models.family_configs import config_from_gguf, read_shape
 
 _TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100")
 _COUNT = click.IntRange(min=1)
@@ -26,6 +26,14 @@ _COUNT = click.IntRange(min=1)
 _HBM_SHARE = 0.975
 # Of what HBM has left beside the weights, this much becomes the pool: the rest is the step's own scratch.
 _POOL_SHARE = 0.9
+_READS = ("model", "config_file", "settings", "cache_dir")  # what says which model
+# Mode -> parameters without effect in it.
+_IDLE: dict[str, tuple[str, ...]] = {
+    "--kernels": ("pool_bytes",),
+    "--step": (),
+    "--table": (*_READS, "layers", "pool_bytes"),
+    "--bundles": (*_READS, "what", "batch", "context", "layers", "pool_bytes", "quiet"),
+}
 
 
 @click.command("compile")
@@ -42,8 +50,10 @@ _POOL_SHARE = 0.9
 @click.option(
     "--pool-bytes", type=_COUNT, help="KV pool of the step.  [default: 90 % of usable HBM beside the weights]"
 )
-@common_options(model__dtype="bfloat16")
+@common_options(settings=("model.model", "model.dtype", "cache.block_size"), model__dtype="bfloat16")
+@click.pass_context
 def command(
+    ctx: click.Context,
     common: Common,
     targets: tuple[str, ...],
     what: str,
@@ -55,9 +65,11 @@ def command(
 ) -> int:
     """Compile for a device that is not here: time, memory, proof that the pool is updated in place, fit.
 
-    The model may be a folder or a config.json alone (configs/shapes/): only shapes are read, no weights. Needs
+    The model may be a folder, a config.json alone or the name of one in configs/shapes/: no weights are read. Needs
     the extra tpu (libtpu) or cuda (the plugin and pjrt, no driver). Exit code 1 where a compiler refuses.
     """
+    mode = "--bundles" if bundles else f"--{what}"
+    refuse_with(ctx, mode, _IDLE[mode])
     # The CUDA plugin would look for a driver otherwise; it must be set before jax is imported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from pagedjax.kernels import aot
@@ -183,7 +195,6 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
     from pagedjax.models import hub
     from pagedjax.models.config import ModelError
     from pagedjax.models.formats import GgufFile
-    from pagedjax.models.tokenizer import read_json
 
     source = common.config.model.model
     if source in hub.NAMED_MODELS:
@@ -192,14 +203,18 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
-    if not path.is_file():
-        raise ModelError(
-            f"model={source!r}: compile reads shapes only; give a model folder, a config.json or a GGUF file"
-        )
-    if path.suffix == ".gguf":
+    if path.is_file() and path.suffix == ".gguf":
         return path.stem, config_from_gguf(GgufFile(path).metadata)
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return name, config_from_hf(read_json(path))
+    try:
+        model = read_shape(path)
+    except ModelError:
+        raise
+    except ValueError:
+        raise ModelError(
+            f"model={source!r}: compile reads shapes only; give a model folder, a config.json, a GGUF file or one of "
+            f"{', '.join(sorted(p.stem for p in (shipped('configs') / 'shapes').iterdir()))}"
+        ) from None
+    return path.resolve().parent.name if path.name == "config.json" else path.stem, model
 
 
 def compile_step(

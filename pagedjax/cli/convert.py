@@ -11,7 +11,7 @@ from pagedjax.cli.options import Common, common_options, emit_json
 
 @click.command("convert")
 @click.argument("target", type=click.Path(path_type=Path))
-@common_options()
+@common_options(settings=("model.model", "model.dtype"))
 def command(common: Common, target: Path) -> None:
     """Write the model to the new folder TARGET, which loads without conversion.
 

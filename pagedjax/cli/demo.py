@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.generate import describe
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, common_options, emit_json, refuse_with
 from pagedjax.engine.request import RequestOutput, SamplingParams
 from pagedjax.report.blocks import PoolPicture, draw_pool, draw_tables
 
@@ -60,13 +60,16 @@ SAMPLED = "Give me one idea for a birthday present."
     scheduler__max_num_seqs=4,
     scheduler__token_budget=256,
 )
-def command(common: Common, explain: bool) -> None:
+@click.pass_context
+def command(ctx: click.Context, common: Common, explain: bool) -> None:
     """Decode with shared, copied and reused KV blocks, and show them.
 
     Several questions over one document, cold and warm; a second chat turn that reuses the blocks the first
     one generated; four samples of one prompt that share its blocks and copy on write.
     """
     if explain:
+        idle = ("model", "config_file", "settings", "checked", "as_json", "quiet", "cache_dir")
+        refuse_with(ctx, "--explain", idle)
         from pagedjax.cli.explain import Story
 
         Story(common.console()).tell()

@@ -83,6 +83,8 @@ def run(
     if settings and name is None:
         raise click.UsageError("--set: changes one experiment; give its name in place of --all")
     parsed = lab.parse_settings(settings)
+    if name is not None and seed and lab.load(name).units(smoke, seed) == lab.load(name).units(smoke, 0):
+        raise click.UsageError(f"--seed {seed}: {name} draws nothing; leave it out")
     data = (data_dir or catalog.default_data()).resolve()
     out = out or (Path("results/smoke") if smoke else Path("results"))
     units = {n: lab.units_of(lab.load(n), smoke=smoke, seed=seed, settings=parsed) for n in chosen}

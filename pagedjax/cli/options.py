@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from pagedjax.config import Config, load_config
+from pagedjax.config import Config, full_key, load_config
+from pagedjax.paths import shipped_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,47 +66,134 @@ def emit_json(document: Any) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def common_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add --model, --config, --set, --checked, --json, --quiet and --cache-dir; the command gets one `Common` first.
+def common_options(
+    *, settings: tuple[str, ...] | None = None, cache_dir: bool = True, **defaults: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --json, --quiet and what a command makes use of among --model, --config, --set, --checked and --cache-dir.
+
+    The command gets one `Common` first. A setting that it makes no use of is refused on the command line and named
+    where a --config file holds it: a file may serve several commands.
 
     Args:
+        settings: Full names of the settings that change what the command does; None: all of them do.
+        cache_dir: Whether it reads or writes the cache folder.
         **defaults: Settings the command starts from where they are not `Config`'s own, `section__key=value`.
     """
     base = Config().replace({name.replace("__", "."): value for name, value in defaults.items()})
-    return functools.partial(_add_common, base)
+    return functools.partial(_add_common, base, settings, cache_dir)
 
 
-def _add_common(base: Config, function: Callable[..., Any]) -> Callable[..., Any]:
+_MODEL = click.option("--model", metavar="MODEL", help="Named model, GGUF file, model folder or hub id.")
+_CONFIG = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="TOML file of settings, or the name of one in configs/serve/.",
+)
+_SET = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one setting; repeatable."
+)
+_CHECKED = click.option(
+    "--checked", is_flag=True, help="Assert each step's blocks on the device before it runs."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+_QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress bars and notes on stderr.")
+_CACHE_DIR = click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="PAGEDJAX_CACHE_DIR",
+    help="Where models and compiled programs are kept.  [default: the user's cache folder]",
+)
 
-    @click.option("--model", metavar="MODEL", help="Named model, GGUF file, model folder or hub id.")
-    @click.option("--config", "config_file", metavar="FILE", help="TOML file of settings, see configs/.")
-    @click.option(
-        "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one setting; repeatable."
-    )
-    @click.option("--checked", is_flag=True, help="Assert each step's blocks on the device before it runs.")
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-    @click.option("--quiet", "-q", is_flag=True, help="No progress bars and notes on stderr.")
-    @click.option(
-        "--cache-dir",
-        type=click.Path(file_okay=False, path_type=Path),
-        envvar="PAGEDJAX_CACHE_DIR",
-        help="Where models and compiled programs are kept.  [default: the user's cache folder]",
-    )
+
+def _add_common(
+    base: Config, useful: tuple[str, ...] | None, cache_dir: bool, function: Callable[..., Any]
+) -> Callable[..., Any]:
+
     @functools.wraps(function)
     def wrapped(
         *args: Any,
-        model: str | None,
-        config_file: str | None,
-        settings: tuple[str, ...],
-        checked: bool,
         as_json: bool,
         quiet: bool,
-        cache_dir: Path | None,
+        model: str | None = None,
+        config_file: str | None = None,
+        settings: tuple[str, ...] = (),
+        checked: bool = False,
+        cache_dir: Path | None = None,
         **rest: Any,
     ) -> Any:
         named = [] if model is None else [f"model.model={model}"]
         named += ["runtime.checked=true"] if checked else []
-        config = load_config(config_file, [*named, *settings], base=base)
-        return function(Common(config, as_json, quiet, cache_dir), *args, **rest)
+        path = None if config_file is None else _config_file(config_file)
+        config = load_config(path, [*named, *settings], base=base)
+        common = Common(config, as_json, quiet, cache_dir)
+        if useful is not None:
+            _refuse(settings, useful)
+            if path is not None and (idle := _idle(load_config(path, base=base), base, useful)):
+                common.note(f"{path}: {', '.join(idle)} has no effect here")
+        return function(common, *args, **rest)
 
-    return wrapped
+    def takes(setting: str) -> bool:
+        return useful is None or setting in useful
+
+    options = [*([_CACHE_DIR] if cache_dir else []), _QUIET, _JSON]
+    options += [_CHECKED] if takes("runtime.checked") else []
+    options += [_SET, _CONFIG] if useful is None or useful else []
+    options += [_MODEL] if takes("model.model") else []
+    command: Any = wrapped
+    command.useful = useful  # a test asks
+    for option in options:  # the last applied is shown first
+        command = option(command)
+    return command
+
+
+def _config_file(name: str) -> Path:
+    """A path, or one of `configs/serve/` by its name."""
+    path = Path(name)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path  # where it is missing, load_config says so
+    try:
+        return shipped_file("serve", name)
+    except ValueError as error:
+        raise ValueError(f"config {error}") from None
+
+
+def _refuse(settings: tuple[str, ...], useful: tuple[str, ...]) -> None:
+    for setting in settings:
+        key = full_key(setting.partition("=")[0].strip())
+        if key not in useful:
+            raise click.UsageError(
+                f"--set {setting}: has no effect here; this command uses {', '.join(useful)}"
+            )
+
+
+def _idle(config: Config, base: Config, useful: tuple[str, ...]) -> list[str]:
+    """Settings that a file changed and the command makes no use of."""
+    before = base.to_dict()
+    return [
+        f"{section}.{name}"
+        for section, values in config.to_dict().items()
+        for name, value in values.items()
+        if value != before[section][name] and f"{section}.{name}" not in useful
+    ]
+
+
+def refuse_with(ctx: click.Context, mode: str, names: tuple[str, ...]) -> None:
+    """Refuse options that a mode of a command makes no use of, where they were typed.
+
+    Args:
+        ctx: Of the command.
+        mode: As typed, "--explain".
+        names: Parameters (not flags) without effect in this mode; those the command does not have are passed over.
+
+    Raises:
+        click.UsageError: One was given on the command line.
+    """
+    for parameter in ctx.command.params:
+        if (
+            parameter.name in names
+            and ctx.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        ):
+            raise click.UsageError(
+                f"{parameter.opts[0]}: has no effect with {mode}; leave one of them out", ctx
+            )

@@ -14,7 +14,7 @@ from pagedjax.lab.catalog import load, names
 from pagedjax.lab.claims import TOLERANCE, Claim, Estimate, Row, Value, cell, claim_rows, ratio, verdict
 from pagedjax.lab.experiment import Experiment, Unit, parse_settings, units_of
 from pagedjax.lab.plots import write_plots
-from pagedjax.lab.provenance import MissingData, check_data, provenance
+from pagedjax.lab.provenance import MissingData, check_data
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.run import run_all
 from pagedjax.lab.tables import markdown, summary, write_tables
@@ -36,7 +36,6 @@ __all__ = [
     "markdown",
     "names",
     "parse_settings",
-    "provenance",
     "ratio",
     "run_all",
     "summary",

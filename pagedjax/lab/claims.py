@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Row = dict[str, Any]
 # What a claim reads from the rows: one number a seed, in order of the seeds; none where a smoke run says nothing.
@@ -39,6 +39,14 @@ class Claim:
     kind: Kind = "figure"
     decimals: int | None = None
     beside: Value | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}; a claim has no tolerance"
+            )
+        if self.decimals is not None and self.kind != "identity":
+            raise ValueError(f"decimals={self.decimals}: is of an identity; leave it out")
 
 
 @dataclass(frozen=True)

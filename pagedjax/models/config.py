@@ -173,6 +173,18 @@ class ModelConfig:
             )
 
     @property
+    def layer_parameters(self) -> int:
+        """Entries of all layers' matrices: q, k, v, o and the MLP."""
+        attention = self.d_model * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries of the layers' matrices and the embeddings; norms, biases and positions are not counted."""
+        return self.layer_parameters + (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
+
+    @property
     def num_groups(self) -> int:
         """Query heads per KV head (G)."""
         return self.num_heads // self.num_kv_heads

@@ -6,12 +6,32 @@ that the decoder lacks (experts, partly rotated heads, scaled layers) is refused
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pagedjax.models.config import ACTIVATIONS, LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.paths import shipped_file
+
+
+def read_shape(source: str | Path) -> ModelConfig:
+    """The config of a model without its weights: a `config.json`, or one of `configs/shapes/` by its name.
+
+    Raises:
+        ValueError: No such file; the message lists the names.
+        ModelError: It is no config of ours.
+    """
+    path = shipped_file("shapes", source)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: is not JSON ({error}); give a config.json") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: must hold one JSON object; give a config.json")
+    return config_from_hf(values)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

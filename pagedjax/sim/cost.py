@@ -6,8 +6,8 @@
 Matrix products read the weights once; attention reads and writes KV, and block copies move with it. The
 two are kernels that run one after the other, so each has its own roof: a prompt's products do not hide
 behind the reading of KV. A block that several rows name is read from memory once; each further read of it
-costs the share `shared_read` of one, because caches serve a part. One hardware file and one file of shapes
-give all figures; what in them is no data sheet's says so there.
+costs the share `shared_read` of one, because caches serve a part. Hardware is a file of `configs/hardware/`, a model is
+its config (`configs/shapes/`); what in a hardware file is no data sheet's says so there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pagedjax.engine.step import StepPlan
+from pagedjax.models.config import ModelConfig
+from pagedjax.paths import shipped_file
 
 
 @dataclass(frozen=True)
@@ -73,70 +74,26 @@ class HardwareSpec:
         )
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> HardwareSpec:
-        """Read configs/hardware/*.toml.
+    def read(cls, source: str | Path) -> HardwareSpec:
+        """Read a TOML file, or one of `configs/hardware/` by its name ("a100-40gb").
 
         Raises:
-            ValueError: An unknown or a missing field.
+            ValueError: No such file, or an unknown or a missing field.
         """
-        spec: HardwareSpec = _from_dict(cls, tomllib.loads(Path(path).read_text()), str(path))
-        return spec
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder that its cost depends on (letters L, D, N, K, H, F, V)."""
-
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_mlp: int
-    vocab_size: int
-    gated_mlp: bool
-    tied: bool
-    itemsize: int = 2
-
-    @classmethod
-    def from_toml(cls, path: str | Path, name: str) -> ModelShape:
-        """Read one table of a file of shapes.
-
-        Raises:
-            ValueError: No such table, an unknown or a missing field.
-        """
-        tables = tomllib.loads(Path(path).read_text())
-        if name not in tables:
-            raise ValueError(f"model={name}: must be one of {', '.join(tables)} in {path}")
-        shape: ModelShape = _from_dict(cls, tables[name], f"{path}[{name}]")
-        return shape
-
-    @property
-    def layer_parameters(self) -> int:
-        """Matrix entries of all layers: q, k, v, o and the MLP."""
-        attention = self.d_model * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp
-        return self.num_layers * (attention + mlp)
-
-    @property
-    def num_parameters(self) -> int:
-        """Layers and embeddings."""
-        return self.layer_parameters + (1 if self.tied else 2) * self.vocab_size * self.d_model
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
-
-
-def _from_dict(cls: Any, values: dict[str, Any], where: str) -> Any:
-    names = {f.name for f in fields(cls)}
-    unknown = sorted(values.keys() - names)
-    if unknown:
-        raise ValueError(f"{where}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
+        path = shipped_file("hardware", source)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path}: is not valid TOML ({error}); see configs/hardware/ for examples"
+            ) from None
+        names = {f.name for f in fields(cls)}
+        if unknown := sorted(values.keys() - names):
+            raise ValueError(f"{path}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -157,11 +114,18 @@ class CostModel:
         hardware: The device.
         model: The decoder.
         block_size: Tokens per block, for copies.
+        itemsize: Bytes of one number, in weights and KV.
     """
 
     hardware: HardwareSpec
-    model: ModelShape
+    model: ModelConfig
     block_size: int
+    itemsize: int = 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers, keys and values."""
+        return self.model.kv_bytes_per_token(self.itemsize)
 
     def work(self, plan: StepPlan) -> Work:
         """Count a plan's FLOPs and bytes: causal attention reads each row's KV once."""
@@ -183,16 +147,16 @@ class CostModel:
             moved = read
         return Work(
             flops=2.0 * model.layer_parameters * tokens + 2.0 * head * samples,
-            bytes=float((model.layer_parameters + head) * model.itemsize),
+            bytes=float((model.layer_parameters + head) * self.itemsize),
             attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
-            attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * model.kv_bytes_per_token),
+            attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * self.kv_bytes_per_token),
         )
 
     def swap_s(self, num_blocks: int) -> float:
         """Seconds to move blocks between device and host, each layer's K and V by itself."""
         spec, model = self.hardware, self.model
         transfers = 2 * model.num_layers * num_blocks
-        num_bytes = num_blocks * self.block_size * model.kv_bytes_per_token
+        num_bytes = num_blocks * self.block_size * self.kv_bytes_per_token
         return transfers * spec.transfer_s + num_bytes / spec.host_bytes_per_s
 
     def copy_s(self, plan: StepPlan) -> float:
@@ -226,17 +190,17 @@ class CostModel:
         memory = spec.bytes_per_s * spec.bandwidth_efficiency
         head = model.vocab_size * model.d_model
         flops = 2.0 * model.layer_parameters * rows + 2.0 * head * rows
-        products = max(flops / compute, float((model.layer_parameters + head) * model.itemsize) / memory)
+        products = max(flops / compute, float((model.layer_parameters + head) * self.itemsize) / memory)
         read = cached + rows * np.arange(1, count + 1)
         scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
         moved = read - (1 - spec.shared_read) * again * self.block_size if again else read
-        attention = np.maximum(scores, (moved + rows) * model.kv_bytes_per_token / memory)
+        attention = np.maximum(scores, (moved + rows) * self.kv_bytes_per_token / memory)
         return spec.step_overhead_s + spec.host_s_per_row * rows + 0.0 + products + attention
 
     def kv_blocks(self, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with the share `reserve` of the memory left for the rest."""
-        free = self.hardware.memory_bytes * (1 - reserve) - self.model.num_parameters * self.model.itemsize
-        blocks = int(free // (self.model.kv_bytes_per_token * self.block_size))
+        free = self.hardware.memory_bytes * (1 - reserve) - self.model.num_parameters * self.itemsize
+        blocks = int(free // (self.kv_bytes_per_token * self.block_size))
         if blocks < 2:
             raise ValueError(
                 f"{self.hardware.name}: {self.model.num_parameters:,} parameters leave no room for KV; "

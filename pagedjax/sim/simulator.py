@@ -215,7 +215,7 @@ class Instance:
             self.clock,
             self._answer,
             candidates,
-            (manager.block_size * cost.model.kv_bytes_per_token,) if isinstance(cost, CostModel) else (),
+            (manager.block_size * cost.kv_bytes_per_token,) if isinstance(cost, CostModel) else (),
             cost.copy_s if isinstance(cost, CostModel) else _nothing,
         )
         self.engine = _Quiet(manager, runner, config, max_model_len=max_model_len, clock=self.clock)

@@ -15,7 +15,8 @@ from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
 from pagedjax.engine.scheduler import Scheduler
 from pagedjax.engine.step import StepPlan
-from pagedjax.sim.cost import CostModel, HardwareSpec, ModelShape, Work, calibrate
+from pagedjax.models.family_configs import read_shape
+from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.simulator import Beams, Clock, Prompts, hash_plan, simulate
@@ -23,7 +24,6 @@ from pagedjax.sim.synth import agents, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = ROOT / "configs" / "sweeps" / "shapes.toml"
 A100, H100 = (ROOT / "configs" / "hardware" / f"{name}.toml" for name in ("a100-40gb", "h100-80gb"))
 CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16)
 NUM_BLOCKS, BLOCK, MAX_LEN = 41, 4, 96
@@ -187,7 +187,7 @@ def test_B113_computed_and_hit_tokens_are_the_tokens_needed() -> None:
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_F080_a_last_chunk_of_one_token_is_no_decode(skip: bool) -> None:
-    cost = CostModel(HardwareSpec.from_toml(A100), ModelShape.from_toml(SHAPES, "opt-13b"), 16)
+    cost = CostModel(HardwareSpec.read(A100), read_shape("opt-13b"), 16)
     manager = PagedManager(num_blocks=40, block_size=16)
     config = SchedulerConfig(max_num_seqs=4, token_budget=4)
     trace = _trace([TraceRequest(0.0, 21, 14)], 0)
@@ -205,9 +205,9 @@ def _skips_alike(seed: int) -> tuple[int, int]:
     def one(*choices: Any) -> Any:
         return choices[int(rng.integers(len(choices)))]
 
-    spec = replace(HardwareSpec.from_toml(one(A100, H100)), shared_read=one(1.0, 0.45))
+    spec = replace(HardwareSpec.read(one(A100, H100)), shared_read=one(1.0, 0.45))
     block_size, max_seqs = one(1, 4, 8, 16), one(1, 4, 8, 8)
-    cost = CostModel(spec, ModelShape.from_toml(SHAPES, one("llama-3-8b", "opt-13b")), block_size)
+    cost = CostModel(spec, read_shape(one("llama-3-8b", "opt-13b")), block_size)
     budget = one(max_seqs, max_seqs + 1, 4 * max_seqs, 300)
     host = one(0, 0, 60)
     chunked = one(True, True, False)
@@ -293,8 +293,8 @@ def test_beams_draw_share_and_end() -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "auto"])
 def test_preempted_requests_swap_on_the_clock(mode: str) -> None:
-    spec = HardwareSpec.from_toml(A100)
-    cost = CostModel(spec, ModelShape.from_toml(SHAPES, "opt-13b"), BLOCK)
+    spec = HardwareSpec.read(A100)
+    cost = CostModel(spec, read_shape("opt-13b"), BLOCK)
     rows = [TraceRequest(0.0, 20, 40) for _ in range(6)]
     config = SchedulerConfig(max_num_seqs=6, token_budget=128, preemption=mode)
     spans = []
@@ -397,18 +397,18 @@ def test_summary_counts_goodput_and_refuses_nothing() -> None:
 
 
 def test_shapes_match_the_published_sizes() -> None:
-    opt = ModelShape.from_toml(SHAPES, "opt-13b")
-    assert opt.kv_bytes_per_token == 2 * 5120 * 40 * 2  # 800 KB, PagedAttention §3
+    opt = read_shape("opt-13b")
+    assert opt.kv_bytes_per_token(2) == 2 * 5120 * 40 * 2  # 800 KB, PagedAttention §3
     for name, billions in (("opt-13b", 13.0), ("llama-13b", 13.0), ("llama-3-8b", 8.0)):
-        assert ModelShape.from_toml(SHAPES, name).num_parameters / 1e9 == pytest.approx(billions, rel=0.03)
-    with pytest.raises(ValueError, match="model=gpt: must be one of opt-13b"):
-        ModelShape.from_toml(SHAPES, "gpt")
+        assert read_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    with pytest.raises(ValueError, match="gpt: must be a file, or one of llama-13b"):
+        read_shape("gpt")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").glob("*.toml")), ids=lambda p: p.stem)
 def test_hardware_files_cite_a_data_sheet(path: Path) -> None:
     assert "data sheet" in path.read_text()
-    spec = HardwareSpec.from_toml(path)
+    spec = HardwareSpec.read(path)
     assert spec.bytes_per_s < spec.flops_per_s
 
 
@@ -422,13 +422,13 @@ def test_bad_hardware_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "h.toml"
     path.write_text('name = "x"\nflopps = 3\n')
     with pytest.raises(ValueError, match="flopps: must be among"):
-        HardwareSpec.from_toml(path)
+        HardwareSpec.read(path)
 
 
 def test_roofline_has_both_roofs() -> None:
     """A decode of one is bound by the weights' bytes, a long prefill by the peak."""
     spec = HardwareSpec("x", 100e12, 1e12, 80e9, 1.0, 1.0, 1e-9)
-    model = ModelShape.from_toml(SHAPES, "llama-3-8b")
+    model = read_shape("llama-3-8b")
     cost = CostModel(spec, model, 16)
     plans: list[tuple[StepPlan, float]] = []
 
@@ -443,7 +443,7 @@ def test_roofline_has_both_roofs() -> None:
     (prefill, long), (decode, short), _ = plans
     weights = (model.layer_parameters + model.vocab_size * model.d_model) * 2
     assert short == pytest.approx(
-        (weights + 4098 * model.kv_bytes_per_token) / 1e12, rel=1e-6
+        (weights + 4098 * model.kv_bytes_per_token(2)) / 1e12, rel=1e-6
     )  # both on memory
     linear = 2 * model.layer_parameters * 4096
     scores = 4 * model.num_layers * model.num_heads * model.head_dim * 4096 * 4097 / 2
@@ -456,7 +456,7 @@ def test_reading_a_shared_block_again_costs_its_share() -> None:
     """Four rows over one prefix: the KV of three of them is read again, at the share of a first read."""
     whole = HardwareSpec("x", 100e12, 1e12, 80e9, 1.0, 1.0, 1e-9)
     part = replace(whole, shared_read=0.25)
-    model = ModelShape.from_toml(SHAPES, "llama-3-8b")
+    model = read_shape("llama-3-8b")
     prefix = np.arange(64, dtype=np.int32)
     rows = [
         TraceRequest(float(i), 70, 40, token_ids=np.append(prefix, np.arange(6, dtype=np.int32) + 900 + i))
@@ -474,7 +474,7 @@ def test_reading_a_shared_block_again_costs_its_share() -> None:
     simulate(_trace(rows), PagedManager(num_blocks=60, block_size=16), step_s, CONFIG, max_model_len=128)
     assert max(again for again, _ in seen) == 3 * 4  # four blocks of 16, read by three more rows
     for again, saved in seen:
-        assert saved == pytest.approx(0.75 * again * 16 * model.kv_bytes_per_token)
+        assert saved == pytest.approx(0.75 * again * 16 * model.kv_bytes_per_token(2))
 
 
 def test_calibration_recovers_what_made_the_steps() -> None:

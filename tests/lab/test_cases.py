@@ -1,0 +1,178 @@
+"""The laboratory's cases: provenance (F086), settings (F102), one rule for all claims (F084)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagedjax import lab
+from pagedjax.cli import main
+from pagedjax.lab import catalog, claims, provenance
+from pagedjax.lab.claims import Claim, Estimate, cell, ratio
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_F086_a_changed_policy_makes_rows_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do a changed hardware file and a changed file that the experiment imports; a changed page does not."""
+    changed: set[str] = set()
+
+    def fingerprint(path: Path) -> str:
+        return "other" if str(path.relative_to(ROOT)) in changed else true(path)
+
+    true = provenance.fingerprint
+    monkeypatch.setattr(provenance, "fingerprint", fingerprint)
+
+    def units_done() -> int:
+        done: list[float] = []
+        monkeypatch.setattr("pagedjax.lab.run.work", lambda *unit: done.append(1) or [{"hit_tokens": 0}])
+        lab.run_all(["hit-length"], tmp_path, smoke=True, resume=True)
+        return len(done)
+
+    everything = units_done()
+    assert everything == 11 and units_done() == 0
+    for file in ("pagedjax/cache/policies.py", "pagedjax/kernels/native.cc", "configs/hardware/a100-40gb.toml",
+                 "configs/shapes/opt-13b.json", "experiments/hit_length.py"):  # fmt: skip
+        assert (ROOT / file).is_file()
+        changed = {file}
+        assert units_done() == everything, file
+        assert units_done() == 0
+    before = changed
+    for file in ("pagedjax/cli/curve.py", "pagedjax/report/tables.py", "experiments/ledger.py"):
+        assert (ROOT / file).is_file()
+        changed = before | {file}
+        assert units_done() == 0, file
+
+
+def test_F086_the_digest_covers_every_module_that_can_change_a_row() -> None:
+    """A new room counts unless it is listed among those that show results."""
+    known = {"bench", "cli", "explore", "lab", "progress", "report", "shipped", "__main__"}
+    assert set(provenance._SHOW) == known
+    names = {path.name for path in provenance.own_files("calibration")}
+    assert names == {"calibration.py", "_serving.py"}
+    assert {path.name for path in provenance.own_files("decoded-sharing")} >= {
+        "beam_search.py",
+        "_serving.py",
+    }
+
+
+@pytest.mark.parametrize("name", lab.names())
+def test_F102_every_field_of_every_unit_can_be_set(name: str) -> None:
+    experiment = lab.load(name)
+    units = lab.units_of(experiment, smoke=True, seed=0)
+    for field in {field for unit in units for field in unit}:
+        (old, *_) = (unit[field] for unit in units if field in unit)
+        if isinstance(old, str):
+            assert {
+                u[field] for u in lab.units_of(experiment, smoke=True, seed=0, settings={field: old})
+            } == {old}
+            if field not in experiment.open:
+                with pytest.raises(ValueError, match=f"--set {field}=no such value: must be one of"):
+                    lab.units_of(experiment, smoke=True, seed=0, settings={field: "no such value"})
+            continue
+        element = old[0] if isinstance(old, list) else old
+        if isinstance(element, bool):
+            typed, value = "off", False
+        elif isinstance(element, str):
+            typed = value = "x"
+        else:
+            typed, value = "7", type(element)(7)
+        new = lab.units_of(experiment, smoke=True, seed=0, settings={field: typed})
+        got = [unit[field] for unit in new if field in unit]
+        assert got and all(v == ([value] if isinstance(old, list) else value) for v in got)
+    with pytest.raises(ValueError, match=f"is not a setting of {name}, which has"):
+        lab.units_of(experiment, smoke=True, seed=0, settings={"no_such_field": "1"})
+
+
+def test_F102_the_rows_the_table_and_the_header_say_what_was_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["experiment", "run", "ledger", "--out", str(tmp_path), "--no-plots", "--jobs", "1"]
+    assert main([*args, "--set", "users=30", "--set", "common=100", "--set", "block-size=16"]) == 0
+    out = capsys.readouterr().out
+    assert "| users |" in out and "| common |" in out
+    header, units = lab.ResultFile(tmp_path / "ledger.jsonl").read()
+    assert header is not None and header["settings"] == {"users": "30", "common": "100", "block_size": "16"}
+    assert header["command"].endswith("--seed 0 --set users=30 --set common=100 --set block_size=16")
+    rows = [row for number in sorted(units) for row in units[number]]
+    assert [row["case"] for row in rows] == list(dict.fromkeys(row["case"] for row in rows)), "each unit once"
+    assert all((row["users"], row["common"]) == (30, 100) for row in rows)
+    table = (tmp_path / "ledger.md").read_text()
+    assert "Set: users=30, common=100, block_size=16" in table and "other settings: not judged" in table
+    assert "reproduced" not in table and "| equal |" not in table
+    assert main([*args, "--set", "userz=30"]) == 2
+    assert "did you mean users?" in capsys.readouterr().err
+    assert main([*args, "--set", "users=many"]) == 2
+    assert "--set users=many: must be a whole number; try users=16" in capsys.readouterr().err
+    assert json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])["settings"]["users"] == "30"
+
+
+@pytest.mark.parametrize(
+    ("paper", "values", "expected"),
+    [
+        (2.0, [2.19], "reproduced"),
+        (2.0, [2.21], "differs"),
+        (2.0, [1.81], "reproduced"),
+        (2.0, [1.79], "differs"),
+        (2.0, [2.0, 2.1, 1.9, 2.05, 1.95], "reproduced"),
+        (2.0, [2.1, 2.3, 1.9, 2.2, 2.0], "undecided"),  # 2.1 with an interval of 1.9 to 2.3
+        (2.0, [3.0, 3.1, 2.9, 3.0, 3.0], "differs"),
+        ((1.7, 2.7), [1.6], "reproduced"),
+        ((1.7, 2.7), [1.5], "differs"),
+        ((1.7, 2.7), [2.9], "reproduced"),
+        ((1.7, 2.7), [3.0], "differs"),
+    ],
+)
+def test_F084_one_rule_judges_figures_and_ranges(paper: object, values: list[float], expected: str) -> None:
+    claim = Claim("x", paper, "somewhere", lambda rows: values)  # type: ignore[arg-type]
+    (row,) = lab.claim_rows((claim,), [])
+    assert row["verdict"] == expected and "within 10%" in row["judged by"]
+
+
+def test_F084_inputs_and_identities_are_marked_and_every_claim_says_its_rule() -> None:
+    made = [
+        Claim("an input", 1.0, "s", lambda rows: [9.0], "input"),
+        Claim("equal", 4.89, "s", lambda rows: [4.887], "identity", 2),
+        Claim("unequal", 4.89, "s", lambda rows: [4.884], "identity", 2),
+        Claim("exact", 1.0, "s", lambda rows: [1.0 + 1e-9], "identity"),
+        Claim("alone", None, "s", lambda rows: [3.0]),
+        Claim("nothing", 3.0, "s", lambda rows: []),
+    ]
+    told = [(row["judged by"], row["verdict"]) for row in lab.claim_rows(tuple(made), [])]
+    assert told == [
+        ("an input: not judged", ""),
+        ("identity: equal to 2 decimals", "equal"),
+        ("identity: equal to 2 decimals", "NOT equal"),
+        ("identity: equal", "NOT equal"),
+        ("ours alone", ""),
+        ("within 10%", ""),
+    ]
+    for name in lab.names():
+        for claim in lab.load(name).claims:
+            assert claims.rule(claim) and claim.source, (name, claim.text)
+    with pytest.raises(ValueError, match="a claim has no tolerance"):
+        Claim("x", 1.0, "s", lambda rows: [], 0.15)  # type: ignore[arg-type]
+    assert claims.TOLERANCE == 0.10 and "tolerance" not in {
+        f.name for f in Claim.__dataclass_fields__.values()
+    }
+
+
+def test_intervals_are_students_and_pair_the_seeds() -> None:
+    estimate = Estimate.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert estimate is not None and estimate.mean == 3.0
+    assert estimate.half == pytest.approx(2.776 * (2.5**0.5) / 5**0.5)
+    rows = [
+        {"seed": s, "k": k, "v": v}
+        for s, k, v in [(0, "a", 2.0), (0, "b", 1.0), (1, "a", 9.0), (1, "b", 3.0)]
+    ]
+    assert ratio("v", {"k": "a"}, {"k": "b"})(rows) == [2.0, 3.0]
+    assert cell("v", k="a")(rows) == [2.0, 9.0] and cell("v", k="c")(rows) == []
+    assert Estimate.of([]) is None and Estimate.of([4.0]) == Estimate(4.0, 0.0, 1)
+
+
+def test_an_experiment_is_not_looked_for_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's own `experiments` package stays out of it, and ours does not take its name."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Path(catalog.module("ledger").__file__ or "") == ROOT / "experiments" / "ledger.py"

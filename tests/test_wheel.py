@@ -1,0 +1,98 @@
+"""An installed wheel is whole: the command, the questions and the files of configs/ work in an empty folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pagedjax", "experiments", "configs")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built from a copy: a build leaves files beside the sources."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name,
+                copy / name,
+                ignore=shutil.ignore_patterns("__pycache__", "results", "*.egg-info"),
+            )
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+    done = subprocess.run(
+        [*command, "-w", str(out), "."], cwd=copy, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel unpacked, as an installer does."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run(site: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PYTHONPATH": str(site)
+    }
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_F100_the_wheel_holds_all_that_git_has_of_the_package(site: Path) -> None:
+    for folder, place in (("pagedjax", "pagedjax"), ("experiments", "pagedjax/shipped/experiments"),
+                          ("configs", "pagedjax/shipped/configs")):  # fmt: skip
+        wanted = {
+            path.relative_to(ROOT / folder).as_posix()
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file()
+            and not {"__pycache__", "results"} & set(path.parts)
+            and path.name != "README.md"
+        }
+        there = {p.relative_to(site / place).as_posix() for p in (site / place).rglob("*") if p.is_file()}
+        assert wanted <= there, sorted(wanted - there)
+    assert "py.typed" in {p.name for p in (site / "pagedjax").iterdir()}
+    (entry,) = site.glob("*.dist-info/entry_points.txt")
+    assert "pagedjax = pagedjax.cli:script" in entry.read_text()
+
+
+def test_F100_questions_and_configs_work_from_the_wheel_in_an_empty_folder(
+    site: Path, tmp_path: Path
+) -> None:
+    listed = run(site, tmp_path, "-m", "pagedjax", "experiment", "list")
+    assert listed.returncode == 0 and "hit-length" in listed.stdout, listed.stderr
+    done = run(site, tmp_path, "-m", "pagedjax", "experiment", "run", "hit-length", "--smoke", "--no-plots")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "results" / "smoke" / "hit-length.jsonl").is_file()
+    assert not [path for path in site.rglob("*") if "results" in path.parts]
+    code = (
+        "import pagedjax; from pagedjax.paths import checkout, shipped, shipped_file\n"
+        f"assert pagedjax.__file__.startswith({str(site)!r}), pagedjax.__file__\n"
+        "from pagedjax.sim.cost import HardwareSpec\n"
+        "assert checkout() is None\n"
+        "for path in (shipped('configs') / 'hardware').iterdir(): HardwareSpec.read(path.stem)\n"
+        "print(HardwareSpec.read('a100-40gb').name, shipped_file('shapes', 'llama-3-8b').name)\n"
+    )
+    read = run(site, tmp_path, "-c", code)
+    assert read.stdout == "A100-40GB SXM llama-3-8b.json\n", read.stderr
+    help_ = run(site, tmp_path, "-m", "pagedjax", "generate", "--config", "throughput")
+    assert "no prompt" in help_.stderr  # the file was found, and read
+
+
+def test_F100_python_dash_m_is_the_command() -> None:
+    done = run(ROOT, ROOT, "-m", "pagedjax", "--version")
+    assert done.returncode == 0 and done.stdout.startswith("pagedjax, version ")

@@ -14,6 +14,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -245,7 +246,7 @@ class Config:
         for key, value in overrides.items():
             section, name = _resolve(key)
             kind = _fields(section)[name]
-            sections[section][name] = _parse(f"{section}.{name}", value, kind)
+            sections[section][name] = parse_value(f"{section}.{name}", value, kind)
         return Config(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
 
 
@@ -336,8 +337,17 @@ def _resolve(key: str) -> tuple[str, str]:
     raise ValueError(f"{key}: is not a setting; {remedy}")
 
 
-def _parse(key: str, value: Any, kind: Any) -> Any:
-    """A value of the field's kind, from a string as typed or a value as TOML and Python give it."""
+def parse_value(key: str, value: Any, kind: Any) -> Any:
+    """A value of the field's kind, from a string as typed or a value as TOML and Python give it.
+
+    Args:
+        key: For messages; a whole number whose key ends in "_bytes" may have a unit.
+        value: "32", "1GiB", "off", or the value itself.
+        kind: str, bool, int or float; of bool and int also "or None", which is "auto".
+
+    Raises:
+        ValueError: It is of another kind.
+    """
     if kind is str:
         if isinstance(value, str):
             return value
@@ -351,6 +361,12 @@ def _parse(key: str, value: Any, kind: Any) -> Any:
         raise ValueError(f"{key}={value}: must be true or false; try {key}=true")
     if kind == (int | None) and value in (None, "auto"):
         return None
+    if kind is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        with suppress(TypeError, ValueError):
+            return float(value)
+        raise ValueError(f"{key}={value}: must be a number")
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):

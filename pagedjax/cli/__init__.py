@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": "pagedjax.cli.trace",
     "curve": "pagedjax.cli.curve",
     "sharing": "pagedjax.cli.sharing",
+    "fleet": "pagedjax.cli.fleet",
     "experiment": "pagedjax.cli.experiment",
 }
 

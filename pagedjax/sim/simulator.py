@@ -31,6 +31,11 @@ _OWN_ANSWER = 1 << 30
 _MOST_SKIPPED = 4096
 
 
+def own_token(number: int) -> int:
+    """The token that answers consist of where a trace does not give their ids."""
+    return _OWN_ANSWER + number
+
+
 class Clock:
     """Seconds that pass only when told to."""
 
@@ -176,6 +181,8 @@ class Instance:
         config: Limits of one step.
         max_model_len: Longest sequence in tokens.
         n / beams / watch / hash_plans: As for `simulate`.
+        on_step: Called with each planned step and its seconds, when it begins.
+        on_quiet: Called with f64[count] seconds of quiet steps that were booked, and their rows.
 
     Attributes:
         clock: End of the last step, or the arrival that woke it since.
@@ -194,6 +201,8 @@ class Instance:
         beams: Beams | RecordedBeams | None = None,
         watch: Callable[[StepPlan], dict[str, float]] | None = None,
         hash_plans: bool = False,
+        on_step: Callable[[StepPlan, float], None] | None = None,
+        on_quiet: Callable[[np.ndarray, int], None] | None = None,
     ) -> None:
         self.clock = Clock()
         self.live: dict[str, tuple[TraceRequest, float]] = {}
@@ -203,6 +212,8 @@ class Instance:
         self.n = n
         self.beams = beams
         self._watch = watch
+        self._on_step = on_step
+        self._on_quiet = on_quiet
         self._hasher = hashlib.sha256() if hash_plans else None
         self._cost = cost if isinstance(cost, CostModel) else None
         self._step_s = cost.step_s if isinstance(cost, CostModel) else cost
@@ -231,7 +242,7 @@ class Instance:
         request, _ = self.live[request_id]
         if request.output_ids is not None and sample == 0:
             return int(request.output_ids[position])
-        return _OWN_ANSWER + int(request_id) * self.n + sample
+        return own_token(int(request_id) * self.n + sample)
 
     def _answers(self, seq: Sequence, count: int) -> list[int]:
         first = seq.num_output_tokens
@@ -252,9 +263,19 @@ class Instance:
                 result.sampled[name] = result.sampled.get(name, 0.0) + elapsed * value
         if self._hasher is not None:
             self._hasher.update(hash_plan(plan))
+        if self._on_step is not None:
+            self._on_step(plan, elapsed)
         return elapsed
 
-    def add(self, name: str, request: TraceRequest, tokens: np.ndarray, now: float) -> bool:
+    def accepts(self, name: str, request: TraceRequest, tokens: np.ndarray) -> bool:
+        """Whether `add` would take such a request, or it could never run here."""
+        try:
+            self.engine.check(tokens, self.sampling(request, name))
+        except ValueError:
+            return False
+        return True
+
+    def add(self, name: str, request: TraceRequest, tokens: np.ndarray, now: float) -> None:
         """Queue one request; it waits for the end of a step under way at `now`.
 
         Args:
@@ -263,23 +284,27 @@ class Instance:
             tokens: i32[num_input], the prompt.
             now: When it comes.
 
-        Returns:
-            False: it can never run here (counted, nothing was queued).
+        Raises:
+            ValueError: It can never run here.
         """
-        sampling = self._sampling(name, request)
-        try:
-            self.engine.check(tokens, sampling)
-        except ValueError:
-            self.result.refused += 1
-            return False
+        sampling = self.sampling(request, name)
         self.catch_up(now)
         if not self.engine.has_work:
             self.clock.now = max(self.clock.now, now)
         self.live[name] = (request, request.arrival_s)
         self.engine.add(tokens, sampling, request_id=name)
+
+    def cancel(self, name: str, now: float) -> bool:
+        """End a request without a record; False: it is not here any more."""
+        self.catch_up(now)
+        self.admitted.pop(name, None)
+        if self.live.pop(name, None) is None:
+            return False
+        self.engine.abort(name)
         return True
 
-    def _sampling(self, name: str, request: TraceRequest) -> SamplingParams:
+    def sampling(self, request: TraceRequest, name: str = "") -> SamplingParams:
+        """How a request is decoded."""
         if isinstance(self.beams, RecordedBeams) and name in self.beams.sampling:
             return self.beams.sampling[name]
         width = self.beams.width if isinstance(self.beams, Beams) else 0
@@ -291,6 +316,11 @@ class Instance:
             ignore_eos=True,
             seed=0,
         )
+
+    def wake(self, now: float) -> None:
+        """The next step begins no sooner than now, where nothing is under way."""
+        if self._ahead is None:
+            self.clock.now = max(self.clock.now, now)
 
     def step(self) -> list[tuple[str, RequestRecord]]:
         """Run the quiet steps found, then plan and run one; its ended requests by name."""
@@ -333,6 +363,8 @@ class Instance:
         self.result.num_steps += count
         self.result.busy_s += busy
         self.result.batch += busy * len(scheduler.running)
+        if self._on_quiet is not None:
+            self._on_quiet(np.diff(ends[: count + 1]), len(scheduler.running))
 
     def _book(self, output: RequestOutput) -> tuple[str, RequestRecord]:
         name = output.request_id
@@ -423,7 +455,11 @@ def simulate(
             run.clock.now = max(run.clock.now, following[1].arrival_s)
         while following is not None and following[1].arrival_s <= run.clock.now:
             number, request = following
-            run.add(str(number), request, prompts.tokens(number, request), request.arrival_s)
+            name, tokens = str(number), prompts.tokens(number, request)
+            if run.accepts(name, request, tokens):
+                run.add(name, request, tokens, request.arrival_s)
+            else:
+                run.result.refused += 1
             following = next(coming, None)
         if run.engine.has_work:
             run.result.records += [record for _, record in run.step()]

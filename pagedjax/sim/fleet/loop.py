@@ -1,0 +1,491 @@
+"""The fleet's event loop: N real engines on one virtual clock, in order of events."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pagedjax.cache import CacheEvent
+from pagedjax.sim.fleet.books import FleetRecord, FleetResult, Refusal
+from pagedjax.sim.fleet.member import Job, Member, OnPlan
+from pagedjax.sim.fleet.moves import Moves
+from pagedjax.sim.fleet.settings import (
+    Arrivals,
+    Change,
+    InstanceSpec,
+    LinkSpec,
+    Promise,
+    StoreSpec,
+    require,
+)
+from pagedjax.sim.metrics import RequestRecord
+from pagedjax.sim.routing import Choice, Knowledge, Prompt, Router, Sent, View
+from pagedjax.sim.routing.plain import LeastTokens
+from pagedjax.sim.simulator import Prompts, own_token
+from pagedjax.sim.trace import Trace, TraceRequest
+
+# What comes first at equal times: what steps have brought, then changes of the fleet, then reports.
+_BOOKED, _CHANGE, _REPORT = range(3)
+
+
+class Fleet:
+    """One run of a trace through a fleet; see `run_fleet`."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        instances: Sequence[InstanceSpec],
+        router: Router,
+        make_knowledge: Callable[[int], Knowledge],
+        *,
+        delay_s: float,
+        decode_router: Router,
+        changes: Sequence[Change],
+        arrivals: Arrivals,
+        links: LinkSpec,
+        store: StoreSpec | None,
+        promise: Promise,
+        seed: int,
+        until_s: float,
+        skip: bool,
+        hash_plans: bool,
+        on_plan: OnPlan | None,
+        log_rates: bool,
+    ) -> None:
+        self.router = router
+        self.result = FleetResult()
+        self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates)
+        self.members: dict[int, Member] = {}
+        self.decode_router = decode_router
+        self._delay_s = delay_s
+        self._promise = promise
+        self._arrivals = arrivals
+        self._until_s = until_s
+        self._skip = skip and not hash_plans
+        self._hash_plans = hash_plans
+        self._on_plan = on_plan
+        self._rng = np.random.default_rng([seed, 0xF1EE7])
+        self._prompts = Prompts(trace)
+        self._coming: Iterator[tuple[int, TraceRequest]] = iter(enumerate(trace))
+        self._next: tuple[float, int, TraceRequest] | None = None
+        self._exhausted = False
+        self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._steps: list[tuple[float, int, int]] = []
+        self._stranded: list[Job] = []
+        self._joins_left = 0
+        self._under_way = 0
+        self._now = 0.0
+        self.knowledge = make_knowledge(min(spec.manager(None).block_size for spec in instances))
+        for spec in instances:
+            self._join(spec, 0.0)
+        for change in changes:
+            self._joins_left += change.kind == "join"
+            self._at(change.at_s, _CHANGE, lambda now, change=change: self._change(change, now))  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> FleetResult:
+        """Play the trace to its end."""
+        network = self.moves.network
+        if self._arrivals.kind == "trace":
+            self._pull(0.0)
+        else:
+            many = self._arrivals.concurrency * (
+                len(self._workers()) if self._arrivals.kind == "instance" else 1
+            )
+            for _ in range(many):
+                self._at(0.0, _CHANGE, self._arrive_in_loop)
+        while self._under_way or not self._exhausted:
+            while self._steps and self._steps[0][2] != self.members[self._steps[0][1]].version:
+                heapq.heappop(self._steps)
+            event = self._events[0][0] if self._events else math.inf
+            arrival = self._next[0] if self._next is not None else math.inf
+            step = self._steps[0][0] if self._steps else math.inf
+            now = min(event, network.next_s, arrival, step)
+            if now >= self._until_s or now == math.inf:
+                break
+            self._now = now
+            if event == now:
+                heapq.heappop(self._events)[3](now)
+            elif network.next_s == now:
+                network.advance(now)
+            elif arrival == now:
+                self._arrive(now)
+            else:
+                self._step(self.members[heapq.heappop(self._steps)[1]])
+        return self._finish()
+
+    def _at(self, at: float, order: int, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (at, order, next(self._order), action))
+
+    def _queue(self, member: Member) -> None:
+        """Its next step is due at another time than before, perhaps."""
+        member.version += 1
+        if member.alive:
+            due = member.due_s
+            if due < math.inf:  # one that had to wait for room goes on now
+                heapq.heappush(self._steps, (max(due, self._now), member.number, member.version))
+
+    def _finish(self) -> FleetResult:
+        result = self.result
+        for job in self._stranded:
+            self._refuse(job, result.end_s, "no instance")
+        for member in self.members.values():
+            if member.alive:
+                for job in list(member.jobs.values()):  # cut off by `until_s`
+                    self.moves.cancel(job, result.end_s)
+                member.abort_all()
+                member.close(max(result.end_s, 0.0))
+        result.instances = [member.totals for member in self.members.values()]
+        network = self.moves.network
+        result.sent_bytes, result.received_bytes = network.sent_bytes, network.received_bytes
+        result.lost_bytes, result.rates = network.lost_bytes, network.log
+        result.links = {link.name: link.moved_bytes for link in self.moves.all_links() if link.moved_bytes}
+        return result
+
+    # ------------------------------------------------------------------ arrivals
+
+    def _pull(self, now: float) -> None:
+        """The next request of the trace, at its time or now."""
+        following = next(self._coming, None)
+        if following is None:
+            self._next, self._exhausted = None, True
+            return
+        number, request = following
+        at = request.arrival_s / self._arrivals.scale if self._arrivals.kind == "trace" else now
+        if at != request.arrival_s:
+            request = replace(request, arrival_s=at)
+        self._next = (at, number, request)
+
+    def _arrive(self, now: float) -> None:
+        assert self._next is not None
+        _, number, request = self._next
+        self._next = None
+        if self._arrivals.kind == "trace":
+            self._pull(now)
+        self._count_under_way(1, now)
+        prompt = Prompt(number, self._prompts.tokens(number, request), request.session)
+        self._route(Job(number, request, prompt), now)
+
+    def _arrive_in_loop(self, now: float) -> None:
+        self._pull(now)
+        if self._next is not None:
+            self._arrive(now)
+
+    def _count_under_way(self, step: int, now: float) -> None:
+        self._under_way += step
+        self.result.under_way.set(self._under_way, now)
+
+    def _leaves(self, now: float) -> None:
+        """A request is through, one way or another."""
+        self.result.end_s = max(self.result.end_s, now)
+        self._count_under_way(-1, now)
+        if self._arrivals.kind != "trace":
+            self._at(now, _CHANGE, self._arrive_in_loop)
+
+    def _refuse(self, job: Job, now: float, reason: str) -> None:
+        self.result.refused.append(Refusal(job.number, now, reason))
+        self._leaves(now)
+
+    # ------------------------------------------------------------------- routing
+
+    def _workers(self, role: str = "") -> list[Member]:
+        wanted = (role,) if role else ("mixed", "prefill")
+        return [m for m in self.members.values() if m.accepting and m.spec.role in wanted]
+
+    def _view(self, members: Sequence[Member]) -> View:
+        def forecast(prompt, worker, now, fetch):  # type: ignore[no-untyped-def]
+            return self.moves.forecast(self.members, view, prompt, worker, now, fetch)
+
+        view = View([m.worker for m in members], self.knowledge, self._rng, forecast)
+        return view
+
+    def _route(self, job: Job, now: float) -> None:
+        """Choose who computes a request, and send it there or refuse it."""
+        members = self._workers()
+        if not members:
+            if self._joins_left:
+                self._stranded.append(job)
+            else:
+                self._refuse(job, now, "no instance")
+            return
+        view = self._view(members)
+        choice = self.router.choose(job.prompt, view, now)
+        member = self.members[choice.worker.number]
+        require(
+            member in members, f"router {type(self.router).__name__}: chose {member.spec.name}, not offered"
+        )
+        decoder: Member | None = None
+        if member.spec.role == "prefill" and job.request.num_output > 1:
+            decoder = self._decoder(job, now)
+            if decoder is None:
+                self._refuse(job, now, "no instance")
+                return
+        reason = self._objection(job, member, decoder, view, now)
+        if reason:
+            self._refuse(job, now, reason)
+            return
+        job.member, job.decoder, job.lives = member, None, job.lives + 1
+        job.reason = choice.reason
+        self._send(job, choice, view, now)
+        if decoder is not None and self.moves.links.handover == "layers":
+            self._engage(job, decoder, now)
+        if not self.moves.fetch(job, now):
+            self._resume(job, now)
+
+    def _decoder(self, job: Job, now: float) -> Member | None:
+        members = self._workers("decode")
+        if not members:
+            return None
+        view = self._view(members)
+        return self.members[self.decode_router.choose(job.prompt, view, now).worker.number]
+
+    def _objection(self, job: Job, member: Member, decoder: Member | None, view: View, now: float) -> str:
+        """Why a request is refused before it is sent; "" where it is not."""
+        tokens = job.request.num_input
+        # A decoder gets the first token as a part of the prompt.
+        if not member.fits(job.request, tokens) or not (
+            decoder is None or decoder.fits(job.request, tokens + 1)
+        ):
+            return "too long"
+        promise = self._promise
+        if promise.reject:
+            if view.forecast(job.prompt, member.worker, now).ttft_s > promise.ttft_s:
+                return "ttft"
+            if (decoder or member).tbt_s(tokens) > promise.tbt_s:
+                return "tbt"
+        return ""
+
+    def _send(self, job: Job, choice: Choice, view: View, now: float) -> None:
+        """Write the router's book."""
+        prompt, worker = job.prompt, choice.worker
+        matched = min(view.matched(prompt, worker), prompt.num_tokens - 1)
+        job.expected = matched if self.knowledge.informs else None
+        self.router.sent(prompt, worker, view, now)
+        if self.knowledge.informs:
+            self.knowledge.sent(prompt.digests(worker.block_size), worker.number, now)
+        predicted = worker.prefill_s(prompt.num_tokens - matched, matched)
+        worker.send(Sent(prompt, prompt.num_tokens - matched, round(1e9 * predicted)), now)
+        member = self.members[worker.number]
+        member.totals.routed += 1
+        member.totals.peak_queue = max(member.totals.peak_queue, len(worker.unstarted))
+        member.jobs[job.number] = job
+
+    def _engage(self, job: Job, decoder: Member, now: float) -> None:
+        """A decoder is chosen: from here on the request would be lost with it."""
+        job.decoder = decoder
+        decoder.jobs[job.number] = job
+        decoder.totals.routed += 1
+        prompt = job.prompt
+        self.decode_router.sent(prompt, decoder.worker, self._view([decoder]), now)
+        decoder.worker.send(Sent(prompt, 0, 0), now)
+        self.moves.begin_hand_over(job)
+
+    def _resume(self, job: Job, now: float) -> None:
+        """All that was on its way to an instance is there: queue the request in its engine."""
+        member = job.member
+        assert member is not None
+        request, tokens = job.request, job.prompt.tokens
+        if job.first is not None:  # its first token belongs to the prompt now
+            assert job.decoder is not None
+            first = own_token(job.number) if request.output_ids is None else request.output_ids[0]
+            tokens = np.append(tokens, np.int32(first))
+            rest = None if request.output_ids is None else request.output_ids[1:]
+            request = replace(
+                request, num_input=len(tokens), num_output=request.num_output - 1, output_ids=rest
+            )
+            del member.jobs[job.number]  # whatever becomes of it now, this one goes on
+            if not member.accepting and not member.jobs:
+                self._gone(member, now)
+            member = job.decoder
+        elif member.spec.role == "prefill":
+            request = replace(request, num_output=1)
+        member.run.add(str(job.number), request, tokens, now)
+        self._queue(member)
+
+    # -------------------------------------------------------------------- steps
+
+    def _step(self, member: Member) -> None:
+        run = member.run
+        run.wake(self._now)
+        ended = run.step()
+        end = run.clock.now
+        if self._skip:
+            run.look_ahead()
+        if member.fed and self.moves.links.handover == "layers":
+            for number, start, count in member.fed:
+                job = member.jobs[number]
+                if job.decoder is not None:
+                    self.moves.send_layers(job, start + count, member.began_s, end)
+        started = [member.life(name) for name in run.started]
+        records = [(*member.life(name), record) for name, record in ended]
+        events = member.drain()
+        if started or records or events:
+            self._at(end, _BOOKED, lambda now: self._booked(member, started, records, events, now))
+        self._queue(member)
+
+    def _booked(
+        self,
+        member: Member,
+        started: list[tuple[Job, int]],
+        ended: list[tuple[Job, int, RequestRecord]],
+        events: list[CacheEvent],
+        now: float,
+    ) -> None:
+        """A step is over: what it brought is seen from here on, unless the instance has died in it."""
+        if not member.alive:
+            return
+        if events:
+            self.moves.keep(member, events, now)
+            if self.knowledge.wants_events and member.spec.role != "decode":
+                self._report(member, events, now)
+        for job, life in started:
+            if job.lives == life and job.number in member.jobs:
+                self.moves.settle(job)
+                member.worker.start(job.number, now)
+                if member is job.member:
+                    self.router.started(job.prompt, member.worker, now)
+        for job, life, record in ended:
+            if job.lives == life and job.number in member.jobs:
+                self._ended(member, job, record, now)
+        if not member.accepting and not member.jobs:
+            self._gone(member, now)
+
+    def _report(self, member: Member, events: list[CacheEvent], now: float) -> None:
+        if not self._delay_s:
+            self.knowledge.report(member.number, events)
+            return
+
+        def arrive(at: float) -> None:
+            if member.alive:
+                self.knowledge.report(member.number, events)
+
+        self._at(now + self._delay_s, _REPORT, arrive)
+
+    def _ended(self, member: Member, job: Job, record: RequestRecord, now: float) -> None:
+        if member is job.member and member.spec.role == "prefill" and job.request.num_output > 1:
+            job.first = record
+            self._leave_router(job, now)
+            if job.decoder is None:
+                decoder = self._decoder(job, now)
+                if decoder is None:
+                    del member.jobs[job.number]
+                    self._refuse(job, now, "no instance")
+                    return
+                self._engage(job, decoder, now)
+            self.moves.hand_over(job, now)
+            return
+        if job.first is None:
+            self._leave_router(job, now)
+            times = record
+        else:
+            first = job.first
+            member.worker.end(job.number, now)
+            self.decode_router.ended(job.prompt, member.worker, now)
+            times = replace(
+                first,
+                finished_s=record.finished_s,
+                num_output=record.num_output + 1,
+                num_preemptions=first.num_preemptions + record.num_preemptions,
+                reason=record.reason,
+            )
+        self._forget(job)
+        assert job.member is not None
+        self.result.records.append(
+            FleetRecord(
+                job.number,
+                times,
+                job.member.spec.name,
+                member.spec.name if member is not job.member else "",
+                job.reason,
+                job.expected,
+                job.fetched,
+                job.lives,
+            )
+        )
+        self._leaves(now)
+
+    def _leave_router(self, job: Job, now: float) -> None:
+        assert job.member is not None
+        worker = job.member.worker
+        worker.end(job.number, now)
+        self.router.ended(job.prompt, worker, now)
+
+    def _forget(self, job: Job) -> None:
+        for place in (job.member, job.decoder):
+            if place is not None:
+                place.jobs.pop(job.number, None)
+
+    # ------------------------------------------------------- joins, leaves, deaths
+
+    def _join(self, spec: InstanceSpec, now: float) -> None:
+        names = [m.spec.name for m in self.members.values() if m.alive]
+        require(spec.name not in names, f"instance {spec.name}: is there already; choose another name")
+        member = Member(
+            len(self.members),
+            spec,
+            now,
+            events=self.knowledge.wants_events or self.moves.wants_events,
+            hash_plans=self._hash_plans,
+            gaps=self.result.gaps,
+            on_plan=self._on_plan,
+            lands=spec.role == "decode" or self.moves.wants_events,
+        )
+        self.members[member.number] = member
+        self.moves.join(member)
+
+    def _change(self, change: Change, now: float) -> None:
+        if change.instance is not None:
+            self._joins_left -= 1
+            self._join(change.instance, now)
+            stranded, self._stranded = self._stranded, []
+            for job in stranded:
+                self._route(job, now)
+            return
+        found = [m for m in self.members.values() if m.alive and m.spec.name == change.name]
+        require(
+            bool(found), f"change {change.kind} at {change.at_s:g} s: no instance {change.name} is alive then"
+        )
+        member = found[0]
+        member.accepting = False
+        if change.kind == "die":
+            self._die(member, now)
+        elif not member.jobs:
+            self._gone(member, now)
+
+    def _gone(self, member: Member, now: float) -> None:
+        member.close(now)
+        self._queue(member)
+        self.knowledge.gone(member.number)
+        if not any(m.alive and m.node == member.node for m in self.members.values()):
+            self.moves.node_gone(member.node, now)
+
+    def _die(self, member: Member, now: float) -> None:
+        """All it had is lost; its requests begin anew elsewhere, in order of arrival."""
+        lost = [member.jobs[number] for number in sorted(member.jobs)]
+        for job in lost:
+            self.moves.cancel(job, now)
+            for place, router in ((job.member, self.router), (job.decoder, self.decode_router)):
+                if place is not None and job.number in place.worker.sent:
+                    place.worker.end(job.number, now)
+                    router.ended(job.prompt, place.worker, now)
+                if place is not None and place is not member and place.run.cancel(str(job.number), now):
+                    self._queue(place)
+            self._forget(job)
+            job.member = job.decoder = job.first = None
+            job.fetched, job.sent_tokens = (0, 0, 0), 0
+        member.abort_all()
+        self._gone(member, now)
+        for job in lost:
+            self._route(job, now)
+
+
+def fresh_decode_router() -> Router:
+    """What chooses decoders unless told otherwise: the fewest tokens under way (Mooncake §6.1 balances their load)."""
+    return LeastTokens()

@@ -1,0 +1,168 @@
+"""What a router believes to be cached where: nothing, its own guess, or the managers' events after a delay."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from pagedjax.cache.events import CacheEvent
+
+
+class Knowledge(Protocol):
+    """Beliefs about every worker's cache, by block digest.
+
+    Attributes:
+        informs: Ever believes anything.
+        wants_events: The workers' cache events are to be reported.
+    """
+
+    informs: bool
+    wants_events: bool
+
+    def matched(self, digests: Sequence[bytes], worker: int) -> int:
+        """Leading blocks believed to be there."""
+        ...
+
+    def size(self, worker: int) -> int:
+        """Blocks believed to be there."""
+        ...
+
+    def oldest(self, worker: int, count: int) -> list[bytes]:
+        """The `count` blocks that would be evicted first."""
+        ...
+
+    def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
+        """A prompt was sent to the worker."""
+        ...
+
+    def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
+        """Events of a worker's manager have arrived, in order."""
+        ...
+
+    def gone(self, worker: int) -> None:
+        """The worker is no more."""
+        ...
+
+
+def _leading(digests: Sequence[bytes], known: OrderedDict[bytes, float] | dict[bytes, int]) -> int:
+    for count, digest in enumerate(digests):
+        if digest not in known:
+            return count
+    return len(digests)
+
+
+class NoKnowledge:
+    """Believes nothing."""
+
+    informs = wants_events = False
+
+    def matched(self, digests: Sequence[bytes], worker: int) -> int:
+        return 0
+
+    def size(self, worker: int) -> int:
+        return 0
+
+    def oldest(self, worker: int, count: int) -> list[bytes]:
+        return []
+
+    def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
+        return None
+
+    def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
+        return None
+
+    def gone(self, worker: int) -> None:
+        return None
+
+
+class ApproximateKnowledge:
+    """Guesses from what was sent: a worker holds the blocks of the prompts it was sent last.
+
+    The routers' own trees (SGLang's gateway over characters, Dynamo without events over blocks) kept as block digests:
+    a digest names its whole prefix, so that the leading known digests are the matched path.
+
+    Args:
+        most_blocks: Blocks remembered of each worker; the least recently sent go first, tails before heads.
+        ttl_s: Seconds after which a block that was not sent again is forgotten.
+    """
+
+    informs, wants_events = True, False
+
+    def __init__(self, most_blocks: int, ttl_s: float = float("inf")) -> None:
+        if most_blocks < 1:
+            raise ValueError(f"most_blocks={most_blocks}: must be at least 1; try 100000")
+        if not ttl_s > 0:
+            raise ValueError(f"ttl_s={ttl_s}: must be positive; try 120")
+        self._most = most_blocks
+        self._ttl_s = ttl_s
+        self._trees: dict[int, OrderedDict[bytes, float]] = {}
+
+    def matched(self, digests: Sequence[bytes], worker: int) -> int:
+        return _leading(digests, self._trees.get(worker, OrderedDict()))
+
+    def size(self, worker: int) -> int:
+        return len(self._trees.get(worker, ()))
+
+    def oldest(self, worker: int, count: int) -> list[bytes]:
+        return list(islice(self._trees.get(worker, ()), count))
+
+    def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
+        tree = self._trees.setdefault(worker, OrderedDict())
+        for digest in reversed(digests):
+            tree[digest] = now
+            tree.move_to_end(digest)
+        while len(tree) > self._most:
+            tree.popitem(last=False)
+        if self._ttl_s < float("inf"):
+            for other in self._trees.values():
+                while other and next(iter(other.values())) <= now - self._ttl_s:
+                    other.popitem(last=False)
+
+    def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
+        return None
+
+    def gone(self, worker: int) -> None:
+        self._trees.pop(worker, None)
+
+
+class ExactKnowledge:
+    """Holds what the managers' events say, as of their arrival; device and host contents count alike."""
+
+    informs = wants_events = True
+
+    def __init__(self) -> None:
+        self._resident: dict[int, dict[bytes, int]] = {}
+
+    def matched(self, digests: Sequence[bytes], worker: int) -> int:
+        return _leading(digests, self._resident.get(worker, {}))
+
+    def size(self, worker: int) -> int:
+        return len(self._resident.get(worker, ()))
+
+    def oldest(self, worker: int, count: int) -> list[bytes]:
+        return list(islice(self._resident.get(worker, ()), count))
+
+    def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
+        return None
+
+    def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
+        resident = self._resident.setdefault(worker, {})
+        for event in events:
+            if event.kind == "cleared":
+                resident.clear()
+            elif event.group == 0:
+                step = 1 if event.kind == "stored" else -1
+                for key in event.keys:
+                    left = resident.get(key, 0) + step
+                    if left > 0:
+                        resident[key] = left
+                    else:
+                        resident.pop(key, None)
+
+    def gone(self, worker: int) -> None:
+        self._resident.pop(worker, None)
+
+
+KNOWLEDGE = ("none", "approximate", "exact")

@@ -37,12 +37,15 @@ class ModelSource:
         model: A named model ("smollm2-135m"), a GGUF file, a safetensors or orbax folder, or an HF hub id.
         dtype: Weights on the device. float32 on CPU (bf16 matrix-vector products are slow there),
             bfloat16 on TPU and GPU.
-        max_model_len: Longest prompt + output in tokens; 0 takes the model's own, at most 2,048.
+        max_model_len: Longest prompt + output in tokens; 0 takes the model's own, at most 2,048. A model whose
+            positions are stretched (YaRN, linear) may be given as much as they reach.
+        chat_template: File with a Jinja template in place of the model's own; "" is the model's own.
     """
 
     model: str = "smollm2-135m"
     dtype: str = "float32"
     max_model_len: int = 0
+    chat_template: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.model.strip()), "model.model='': must name a model; try smollm2-135m")

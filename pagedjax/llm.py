@@ -11,7 +11,7 @@ from pagedjax.cache import ExtraKeys, KVGroup, PagedManager, TokenChain
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.managers import make_manager, size_groups
-from pagedjax.engine.request import RequestOutput, SamplingParams, is_whole
+from pagedjax.engine.request import RequestOutput, SamplingParams, check_token_ids
 from pagedjax.models.config import LayerGroup, ModelConfig
 from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -79,11 +79,13 @@ class LLM:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
-        if length > loaded.config.max_model_len:
+        if length > loaded.config.longest_len:
             raise ValueError(
-                f"model.max_model_len={length}: must not exceed the model's own {loaded.config.max_model_len}; "
+                f"model.max_model_len={length}: must not exceed the model's own {loaded.config.longest_len}; "
                 "lower it"
             )
+        self.understood = loaded.understood
+        self.chat_template = _read_template(config.model.chat_template)
         self.config = config
         self.model_name = loaded.name
         self.max_model_len = length
@@ -118,7 +120,7 @@ class LLM:
             self.runner,
             config.scheduler,
             max_model_len=length,
-            eos_token_ids=loaded.config.eos_token_ids or loaded.tokenizer.eos_token_ids,
+            eos_token_ids=loaded.config.eos_token_ids,
             decode=loaded.tokenizer.decode,
             hash_scheme=config.cache.hash,
             seed=config.runtime.seed,
@@ -128,7 +130,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_ids: Sequence[str] | None = None,
         extra: ExtraKeys = ExtraKeys(),
@@ -141,7 +143,7 @@ class LLM:
 
         Args:
             prompts: Texts, or token id lists; a single one is a batch of one.
-            sampling: For all, or one per prompt.
+            sampling: For all, or one per prompt; None is `default_sampling()`.
             request_ids: One per prompt, to `abort` it by; None assigns numbers.
             extra: Extra keys of all of them (adapter, cache salt).
             priority: Of all of them; higher is admitted first and preempted last.
@@ -151,6 +153,7 @@ class LLM:
             ValueError: One of the prompts can never run; none was started.
         """
         batch = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        sampling = self.default_sampling() if sampling is None else sampling
         params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(batch)
         if len(params) != len(batch):
             raise ValueError(
@@ -159,7 +162,6 @@ class LLM:
         token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         for ids, one in zip(token_ids, params, strict=True):
             self.engine.check(ids, one)
-            self._check_biases(one)
         with bar("generating", len(batch), self.progress if progress is None else progress) as advance:
             return self.engine.complete(
                 list(zip(token_ids, params, strict=True)),
@@ -172,34 +174,44 @@ class LLM:
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations under the model's chat template.
 
         Args:
-            conversations: One list of {"role", "content"} messages, or a list of such lists.
+            conversations: One list of {"role", "content"} messages, or a list of such lists. A content is text,
+                or a list of {"type": "text", "text"} parts.
             sampling: As in `generate`.
+            template: Jinja source in place of `model.chat_template` and of the model's own.
+            template_args: What else the template asks for, as `enable_thinking`.
             **options: As in `generate`.
+
+        Raises:
+            ValueError: There is no template, it refuses the messages, or it does not use an argument.
         """
         many = (
             conversations if conversations and not isinstance(conversations[0], Mapping) else [conversations]
         )
-        prompts = [self.encode_chat(messages) for messages in many]  # type: ignore[arg-type]
+        prompts = [self.encode_chat(m, template=template, template_args=template_args) for m in many]  # type: ignore[arg-type]
         return self.generate(prompts, sampling, **options)
 
     def stream(
         self,
         prompt: Prompt,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         extra: ExtraKeys = ExtraKeys(),
         priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """Yield one prompt's output as it grows; leaving the loop early aborts the request."""
-        self._check_biases(sampling)
+        sampling = self.default_sampling() if sampling is None else sampling
         ids = self.encode(prompt)
+        self.engine.check(ids, sampling)  # now, not when the first output is asked for
         return self.engine.stream(ids, sampling, request_id=request_id, extra=extra, priority=priority)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -287,25 +299,39 @@ class LLM:
         """
         if isinstance(prompt, str):
             prompt.encode()  # a lone surrogate is no text, and tokenizers say so unclearly
-            return self.tokenizer.encode(prompt)
-        vocab = self.model_config.vocab_size
-        for at, token in enumerate(prompt):
-            if not (is_whole(token) and 0 <= token < vocab):
-                raise ValueError(
-                    f"prompt token {at} is {token!r}: must be in [0, {vocab}), the model's vocabulary"
-                )
+            prompt = self.tokenizer.encode(prompt)
+        check_token_ids(prompt, self.model_config.vocab_size)
         return [int(token) for token in prompt]
 
-    def _check_biases(self, sampling: SamplingParams) -> None:
-        vocab = self.model_config.vocab_size
-        for token in sampling.logit_bias:
-            if token >= vocab:
-                raise ValueError(f"logit_bias[{token}]: must be in [0, {vocab}), the model's vocabulary")
+    def default_sampling(self, **given: Any) -> SamplingParams:
+        """What a request is sampled with that gives no `SamplingParams`: the model's own settings.
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins to speak."""
-        text = self.tokenizer.apply_chat(messages, add_generation_prompt=True)
-        return self.tokenizer.encode(text, add_special=False)
+        Args:
+            **given: Fields of `SamplingParams` that count before the model's.
+        """
+        own = dict(self.understood.sampling)
+        if given.get("beam_width"):  # beams are not drawn
+            drawn = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            own = {name: value for name, value in own.items() if name not in drawn}
+        return SamplingParams(**{**own, **given})
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to speak; arguments as in `chat`."""
+        text = self.tokenizer.apply_chat(
+            messages,
+            add_generation_prompt=True,
+            template=self.chat_template if template is None else template,
+            variables=template_args,
+        )
+        ids = self.tokenizer.encode(text, add_special=False)
+        check_token_ids(ids, self.model_config.vocab_size)
+        return ids
 
     def warm_up(self, *, mixed: bool = True) -> None:
         """Compile programs now (at most 12; cached on disk), with a progress bar.
@@ -332,6 +358,19 @@ def _check_names(config: Config) -> None:
             f"runtime.implementation={name}: must be one of {', '.join(IMPLEMENTATIONS)}, or empty for the best "
             "that serves here"
         )
+
+
+def _read_template(path: str) -> str | None:
+    """The chat template of `model.chat_template`; None where the model's own is used."""
+    if not path:
+        return None
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise ValueError(
+            f"model.chat_template={path}: {reason}: must be a file with a Jinja template"
+        ) from None
 
 
 def _is_token_ids(prompts: Any) -> bool:

@@ -222,6 +222,19 @@ def test_explain_shows_each_step(run):
     assert "16 of its tokens are hits" in " ".join(out.split())
 
 
+def test_doctor_says_what_a_model_was_taken_for(run, tiny_folder):
+    code, out, _ = run("doctor", str(tiny_folder), "--json")
+    facts = json.loads(out)["understood"]
+    assert code == 0 and facts["files"] == "orbax folder, family llama"
+    assert (
+        facts["positions"] == "rotary, base 10000, not stretched"
+        and facts["windows"] == "all keys in every layer"
+    )
+    assert facts["end_tokens"][0].startswith("257 ") and "pagedjax_model.json" in facts["end_tokens"][0]
+    assert facts["sampling"] == ["none given: greedy"]
+    assert "end tokens: 257" in run("doctor", str(tiny_folder))[1]
+
+
 def test_doctor_finds_out(run, tmp_path):
     code, out, _ = run("doctor", "--json", "--cache-dir", str(tmp_path))
     report = json.loads(out)

@@ -8,7 +8,8 @@ import pytest
 from rooms import LEVELS, ROOT, arrows, circles, imports_of, module_of, rooms, upward
 
 CACHE = {"pagedjax.cache"}
-SHAPES = {"pagedjax.models.config", "pagedjax.models.tokenizer"}  # what describes a model, without jax
+# What describes a model, without jax.
+SHAPES = {f"pagedjax.models.{m}" for m in ("config", "config_keys", "chat", "tokenizer")}
 SETTINGS = {"pagedjax.config", *SHAPES}
 HOST = CACHE | SETTINGS | {"pagedjax.engine"}
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"}
@@ -18,8 +19,17 @@ MAY_IMPORT = {
     "pagedjax.cache": CACHE | {"numpy", "cbor2", "xxhash"},
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.config": {"numpy"},
-    "pagedjax.models.family_configs": {"pagedjax.models.config", "pagedjax.paths", "numpy"},
-    "pagedjax.models.tokenizer": {"pagedjax.models.config", "numpy", "tokenizers", "jinja2"},
+    "pagedjax.models.config_keys": {"pagedjax.models.config"},
+    "pagedjax.models.family_configs": {
+        "pagedjax.models.config",
+        "pagedjax.models.config_keys",
+        "pagedjax.paths",
+    },
+    "pagedjax.models.gguf_configs": {"pagedjax.models.config", "pagedjax.models.config_keys"},
+    "pagedjax.models.generation": {"pagedjax.models.config", "pagedjax.models.config_keys"},
+    "pagedjax.models.chat": {"jinja2"},
+    "pagedjax.models.tokenizer": {*SHAPES, "tokenizers"},
+    "pagedjax.models.gguf_tokenizer": {*SHAPES, "tokenizers"},
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.engine.text_stream": {"pagedjax.engine", "numpy"},
     "pagedjax.engine.preemption": CACHE,

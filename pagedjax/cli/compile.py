@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
     from pagedjax.kernels.aot import Compiled
     from pagedjax.models.config import ModelConfig
-    from pagedjax.models.family_configs import config_from_gguf, read_shape
 
 _TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100")
 _COUNT = click.IntRange(min=1)
@@ -194,17 +193,19 @@ def read_shapes(common: Common) -> tuple[str, ModelConfig]:
     """
     from pagedjax.models import hub
     from pagedjax.models.config import ModelError
-    from pagedjax.models.formats import GgufFile
+    from pagedjax.models.family_configs import read_shape
+    from pagedjax.models.formats import open_gguf
+    from pagedjax.models.gguf_configs import config_from_gguf
 
     source = common.config.model.model
     if source in hub.NAMED_MODELS:
         file = hub.fetch_named(source, common.cache_dir or user_cache_dir())
-        return source, config_from_gguf(GgufFile(file).metadata)
+        return source, config_from_gguf(open_gguf(file).metadata)
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if path.is_file() and path.suffix == ".gguf":
-        return path.stem, config_from_gguf(GgufFile(path).metadata)
+        return path.stem, config_from_gguf(open_gguf(path).metadata)
     try:
         model = read_shape(path)
     except ModelError:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
+
+if TYPE_CHECKING:
+    from pagedjax.models.config import ModelConfig
 
 _PACKAGES = (
     "pagedjax",
@@ -28,13 +32,16 @@ _PACKAGES = (
 
 
 @click.command("doctor")
+@click.argument("source", metavar="[MODEL]", required=False)
 @click.option("--fetch-model", is_flag=True, help="Fetch the model first where it is a named one.")
 @common_options()
-def command(common: Common, fetch_model: bool) -> None:
-    """Say what is installed, which devices there are, which kernels serve, and whether the model is here.
+def command(common: Common, source: str | None, fetch_model: bool) -> None:
+    """Say what is installed, which devices there are, which kernels serve, and what MODEL's files were taken to say.
 
     Every line is found out by trying, none is assumed. Nothing is loaded but a few tiny arrays.
     """
+    if source is not None:
+        common = dataclasses.replace(common, config=common.config.replace({"model.model": source}))
     if fetch_model:
         _fetch(common)
     report = {
@@ -44,6 +51,7 @@ def command(common: Common, fetch_model: bool) -> None:
         "memory": _memory(),
         "cache_folder": _cache_folder(common),
         "model": _model(common),
+        **_understood(common),
         "pool": _pool(common),
         "implementations": _implementations(),
         "config_digest": common.config.digest(),
@@ -61,7 +69,8 @@ def command(common: Common, fetch_model: bool) -> None:
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {inner}" for key, inner in value.items())
+        parts = ((key, "; ".join(v) if isinstance(v, list) else v) for key, v in value.items())
+        return "\n".join(f"{key.replace('_', ' ')}: {inner}" for key, inner in parts)
     return "\n".join(value) if isinstance(value, list) else str(value)
 
 
@@ -123,6 +132,85 @@ def _model(common: Common) -> str:
     if Path(source).expanduser().exists():
         return f"{source}: there, as {common.config.model.dtype}"
     return f"{source}: not a local path; the hub is asked when it is loaded"
+
+
+def _understood(common: Common) -> dict[str, Any]:
+    """What the model's files were taken to say; {} where they are not here."""
+    from pagedjax.models.hub import describe_model
+
+    described = describe_model(common.config.model.model, cache_dir=_folder(common))
+    if described is None:
+        return {}
+    config, tokenizer, read = described
+    spell = getattr(tokenizer, "spell", lambda token: "")
+    sampling = [f"{name}: {value}" for name, value in read.sampling.items()]
+    facts = {
+        "files": f"{read.kind}, family {config.family}",
+        "sizes": (
+            f"{config.num_layers} layers of {config.d_model}, {config.num_heads} query and {config.num_kv_heads} KV "
+            f"heads of {config.head_dim}, MLP {config.d_mlp}, vocabulary {config.vocab_size}"
+            + (
+                ""
+                if tokenizer.vocab_size == config.vocab_size
+                else f" (the tokenizer's: {tokenizer.vocab_size})"
+            )
+        ),
+        "windows": _windows(config),
+        "positions": _positions(config),
+        "longest_sequence": f"{config.max_model_len} tokens"
+        + (f", {config.longest_len} if asked for" if config.longest_len > config.max_model_len else ""),
+        "start_token": "none"
+        if config.bos_token_id is None
+        else f"{config.bos_token_id} {spell(config.bos_token_id)!r}"
+        + (
+            ", in front of texts"
+            if tokenizer.encode("")[:1] == [config.bos_token_id]
+            else ", not put in front"
+        ),
+        "end_tokens": [f"{token} {spell(token)!r}: {where}" for token, where in read.ends.items()]
+        or ["none"],
+        "chat_template": "yes" if getattr(tokenizer, "chat_template", "") else "none",
+        "sampling": [f"{line} ({read.sampling_source})" for line in sampling] or ["none given: greedy"],
+    }
+    return {"understood": facts, **({"notes": list(read.notes)} if read.notes else {})}
+
+
+def _windows(config: ModelConfig) -> str:
+    """Window of each layer, layers that are alike together."""
+
+    def where(layers: tuple[int, ...]) -> str:
+        return "every layer" if len(layers) == config.num_layers else _ranges(layers)
+
+    groups = [f"{group.window or 'all'} keys in {where(group.layers)}" for group in config.layer_groups]
+    return "; ".join(groups)
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """Rising numbers, neighbours as a range: "layers 0-4, 6"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return "layers " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.positions != "rope":
+        return "learned"
+    text = f"rotary, base {config.rope_theta:g}"
+    if config.local_rope_theta:
+        text += f" ({config.local_rope_theta:g} in layers with a window)"
+    scaling = config.rope_scaling
+    if scaling is None:
+        text += ", not stretched"
+    elif scaling.kind == "table":
+        text += ", stretched pair by pair (a table in the file)"
+    else:
+        text += f", {scaling.kind} x{scaling.factor:g} from {scaling.original_len or config.max_model_len}"
+    bare = tuple(layer for layer in range(config.num_layers) if not config.uses_rope(layer))
+    return text + (f"; none in {_ranges(bare)}" if bare else "")
 
 
 def _fetch(common: Common) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
 from pagedjax.engine.request import PositionLogprobs, RequestOutput, SamplingParams
+from pagedjax.models.chat import plain_messages
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM
@@ -26,6 +28,13 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 )
 @click.option("--chat/--raw", default=True, show_default=True, help="Wrap each prompt in the chat template.")
 @click.option("--system", metavar="TEXT", help="System message in front of each chat prompt.")
+@click.option(
+    "--template-arg",
+    "template_args",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="What the chat template asks for, as enable_thinking=false; the value is JSON or text; repeatable.",
+)
 @click.option("--max-tokens", default=128, show_default=True, help="Most tokens to generate per sample.")
 @click.option("--n", default=1, show_default=True, help="Samples per prompt; they share the prompt's blocks.")
 @click.option("--best-of", type=int, help="Draw so many samples, print the --n likeliest.")
@@ -64,6 +73,7 @@ def command(
     files: tuple[str, ...],
     chat: bool,
     system: str | None,
+    template_args: tuple[str, ...],
     salt: str | None,
     load_cache: str | None,
     save_cache: str | None,
@@ -74,6 +84,7 @@ def command(
     """Complete PROMPTS; "-" reads one prompt from stdin.
 
     A line of a .jsonl file is an object with "prompt" (text), "token_ids" or "messages".
+    Sampling options that are not given are the model's own, of its generation_config.json.
 
     Text goes to stdout; a line for each prompt on stderr says how many of its tokens came from the
     cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
@@ -91,7 +102,11 @@ def command(
 
     extra = ExtraKeys(salt=salt)
     llm = common.llm(on_compile=lambda bucket: common.note(f"compiling a step of {bucket} (once)"))
-    prompts_ids = [_encode(llm, job) for job in jobs]
+    params = _with_defaults(common, llm, {"early_stopping": _EARLY[early_stopping], **sampling})
+    arguments = _template_args(template_args)
+    if arguments and not any("messages" in job for job in jobs):
+        raise ValueError("--template-arg: needs a chat prompt; leave out --raw")
+    prompts_ids = [_encode(llm, job, arguments) for job in jobs]
     if load_cache is not None:
         common.note(f"{load_cache}: {llm.load_cache(load_cache)} tokens can be hit")
     if stream is None:
@@ -103,6 +118,33 @@ def command(
         _print_outputs(common, llm.generate(prompts_ids, params, extra=extra), params)
     if save_cache is not None:
         common.note(f"{save_cache}: {llm.save_cache(save_cache, prompts_ids, extra=extra)} tokens saved")
+
+
+def _with_defaults(common: Common, llm: LLM, options: dict[str, Any]) -> SamplingParams:
+    """The options that were given, and the model's own settings where none was; says so."""
+    context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    given = {
+        name: value for name, value in options.items() if context.get_parameter_source(name) is not default
+    }
+    params = llm.default_sampling(**{**given, "early_stopping": options["early_stopping"]})
+    used = {name: getattr(params, name) for name in llm.understood.sampling if name not in given}
+    if used:
+        listed = ", ".join(f"{name}={value}" for name, value in used.items())
+        common.note(f"sampling of {llm.understood.sampling_source}: {listed} (options override it)")
+    return params
+
+
+def _template_args(settings: tuple[str, ...]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--template-arg {setting}: must be KEY=VALUE, as enable_thinking=false")
+        try:
+            out[key] = json.loads(value)
+        except ValueError:
+            out[key] = value
+    return out
 
 
 def _print_outputs(common: Common, outputs: list[RequestOutput], params: SamplingParams) -> None:
@@ -162,11 +204,12 @@ def _json_job(where: str, job: Any) -> dict[str, Any]:
             f'{where}: must be an object with one of "prompt", "token_ids" or "messages", not empty'
         )
     messages = given.get("messages", [])
-    if not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in messages
-    ):
-        raise ValueError(f'{where}: each message must be an object with the strings "role" and "content"')
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), (str, list)) for m in messages):
+        raise ValueError(f'{where}: each message must be an object with "role" and "content"')
+    try:
+        messages = plain_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if not all(type(t) is int for t in given.get("token_ids", [])):
         raise ValueError(f"{where}: token_ids must be whole numbers")
     for text in (given.get("prompt"), *(part for m in messages for part in m.values())):
@@ -183,9 +226,9 @@ def _check_text(where: str, text: Any) -> None:
         raise ValueError(f"{where}: is not UTF-8 text; convert it first") from None
 
 
-def _encode(llm: LLM, job: dict[str, Any]) -> list[int]:
+def _encode(llm: LLM, job: dict[str, Any], template_args: dict[str, Any]) -> list[int]:
     if "messages" in job:
-        return llm.encode_chat(job["messages"])
+        return llm.encode_chat(job["messages"], template_args=template_args)
     return llm.encode(job.get("prompt") or job["token_ids"])
 
 

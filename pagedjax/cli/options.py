@@ -42,7 +42,10 @@ class Common:
         """The configured model and engine."""
         from pagedjax.llm import LLM
 
-        return LLM(config=self.config, progress=self.bars, cache_dir=self.cache_dir, **hooks)
+        llm = LLM(config=self.config, progress=self.bars, cache_dir=self.cache_dir, **hooks)
+        for note in llm.understood.notes:
+            self.note(note)
+        return llm
 
     @property
     def bars(self) -> bool:

@@ -27,6 +27,7 @@ from pagedjax.engine.request import (
     RequestOutput,
     SamplingParams,
     Sequence,
+    check_token_ids,
 )
 from pagedjax.engine.results import Results
 from pagedjax.engine.scheduler import Scheduler
@@ -102,7 +103,12 @@ class Engine:
             raise ValueError(
                 f"sampling={sampling!r}: must be SamplingParams; try SamplingParams(max_tokens=16)"
             )
-        _check_ids(prompt_token_ids)
+        check_token_ids(prompt_token_ids, self.runner.vocab_size)
+        for token in sampling.logit_bias:
+            if token >= (self.runner.vocab_size or token + 1):
+                raise ValueError(
+                    f"logit_bias[{token}]: must be in [0, {self.runner.vocab_size}), the model's vocabulary"
+                )
         self.scheduler.check(len(prompt_token_ids), sampling)
         ends = self._results.end_ids(sampling)
         if len(ends) > MAX_END_IDS:
@@ -423,16 +429,3 @@ class Engine:
         if (box := self._held.get(request.request_id)) is not None:
             box.put(output)
         return output
-
-
-def _check_ids(prompt_token_ids: Seq[int] | np.ndarray) -> None:
-    try:
-        ids = np.asarray(prompt_token_ids)
-    except ValueError:  # ragged
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            "prompt_token_ids: must be a flat list of whole numbers, such as a tokenizer's encode gives"
-        )
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(f"prompt_token_ids from {ids.min()} to {ids.max()}: must lie in [0, 2**31)")

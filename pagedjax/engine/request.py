@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.cache.rules import require
 
@@ -237,6 +239,34 @@ class SamplingParams:
 def is_whole(value: Any) -> bool:
     """An int of Python's or numpy's, and no bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def check_token_ids(ids: Any, vocab_size: int | None = None) -> None:
+    """Refuse a prompt that is not a flat list of the vocabulary's ids: the one check, for every entrance.
+
+    Args:
+        ids: i32[n], or a sequence of whole numbers.
+        vocab_size: Ids are below it; None: below 2**31.
+
+    Raises:
+        ValueError: Naming the first id that is none.
+    """
+    limit = 2**31 if vocab_size is None else vocab_size
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError, TypeError):  # ragged
+        array = np.empty((0, 0))
+    if array.ndim == 1 and (not array.size or array.dtype.kind in "iu"):
+        if not array.size or 0 <= array.min() <= array.max() < limit:
+            return
+    elif array.ndim != 1:
+        raise ValueError(
+            "prompt_token_ids: must be a flat list of whole numbers, such as a tokenizer's encode gives"
+        )
+    for at, token in enumerate(ids):
+        if not (is_whole(token) and 0 <= token < limit):
+            known = "" if vocab_size is None else ", the model's vocabulary"
+            raise ValueError(f"prompt token {at} is {token!r}: must be a whole number in [0, {limit}){known}")
 
 
 class TokenLogprob(NamedTuple):

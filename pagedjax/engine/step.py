@@ -121,9 +121,11 @@ class Runner(Protocol):
         pool_blocks: Blocks that the pool of each KV group holds, the null block included; the manager's must be equal.
         block_size: Tokens per block of the pools.
         block_bytes: Bytes of one block of each group; empty where nothing weighs them.
+        vocab_size: Token ids it can compute are below it; None: any (a simulation).
     """
 
     block_size: int
+    vocab_size: int | None
 
     @property
     def pool_blocks(self) -> tuple[int, ...]: ...

@@ -1,7 +1,7 @@
 """What a decoder looks like: widths, heads, positions and the attention pattern of each layer.
 
 Nothing here knows jax. `family_configs.config_from_hf` reads the dictionary of a Hugging Face `config.json`,
-`config_from_gguf` the metadata of a GGUF file; both end in the same frozen dataclass, and a field that
+`gguf_configs.config_from_gguf` the metadata of a GGUF file; both end in the same frozen dataclass, and a field that
 a file cannot express keeps the value that makes it a no-op.
 """
 
@@ -53,9 +53,17 @@ class RopeScaling:
             raise ModelError(
                 f"rope_scaling={self.kind!r}: must be linear, llama3, yarn or table; use a model with one of these"
             )
-        if not (math.isfinite(self.factor) and self.factor > 0):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            _check_number(f"rope_scaling {name}", getattr(self, name), above=0.0)
+        _check_number("rope_scaling attention_factor", self.attention_factor, least=0.0)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ModelError(
-                f"rope_scaling factor={self.factor}: must be a positive number; check the config"
+                f"rope_scaling high_freq_factor={self.high_freq_factor}: must be above low_freq_factor="
+                f"{self.low_freq_factor}; check the config"
+            )
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
+            raise ModelError(
+                f"rope_scaling beta_fast={self.beta_fast}: must be at least beta_slow={self.beta_slow}; mend the config"
             )
         if not all(math.isfinite(d) and d > 0 for d in self.divisors):
             raise ModelError("rope_scaling divisors: must be positive numbers; download the file again")
@@ -149,6 +157,7 @@ class ModelConfig:
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads must be a "
                 "multiple of KV heads; check the config file"
             )
+        self._check_numbers()
         if self.positions == "rope" and self.head_dim % 2:
             raise ModelError(
                 f"head_dim={self.head_dim}: rotary positions need an even number; check the config"
@@ -171,6 +180,35 @@ class ModelConfig:
             raise ModelError(
                 f"activation={self.activation!r}: must be one of {sorted(set(ACTIVATIONS.values()))}"
             )
+
+    def _check_numbers(self) -> None:
+        for name, kinds in (("norm", NORMS), ("positions", POSITIONS)):
+            if getattr(self, name) not in kinds:
+                raise ModelError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(kinds)}")
+        _check_number("norm_eps", self.norm_eps, above=0.0)
+        _check_number("rope_theta", self.rope_theta, above=1.0)
+        if self.local_rope_theta:
+            _check_number("local_rope_theta", self.local_rope_theta, above=1.0)
+        for name in ("attn_soft_cap", "logit_soft_cap", "query_scale"):
+            _check_number(name, getattr(self, name), least=0.0)
+        _check_number("embed_scale", self.embed_scale, above=0.0)
+        bos = () if self.bos_token_id is None else (self.bos_token_id,)
+        for name, ids in (("bos_token_id", bos), ("eos_token_ids", self.eos_token_ids)):
+            for token in ids:
+                check_range(name, token, 0, self.vocab_size - 1)
+
+    @property
+    def longest_len(self) -> int:
+        """Longest sequence that may be asked for, in tokens.
+
+        It is max_model_len, or what the stretching of the rotary frequencies reaches beyond it: files of
+        stretched models say either length in `max_position_embeddings`.
+        """
+        scaling = self.rope_scaling
+        if self.positions != "rope" or scaling is None or scaling.kind not in ("linear", "yarn"):
+            return self.max_model_len
+        reach = int((scaling.original_len or self.max_model_len) * scaling.factor)
+        return max(self.max_model_len, min(reach, LIMITS["max_model_len"]))
 
     @property
     def layer_parameters(self) -> int:
@@ -237,18 +275,18 @@ class ModelConfig:
                 f"{unknown[0]!r}: not a field of a model config; was it written by a later version?"
             )
         kwargs = dict(values)
-        if kwargs.get("rope_scaling"):
-            scaling = dict(kwargs["rope_scaling"])
-            scaling["divisors"] = tuple(scaling.get("divisors", ()))
-            kwargs["rope_scaling"] = RopeScaling(**scaling)
-        for name in ("eos_token_ids", "windows", "rope_layers"):
-            kwargs[name] = tuple(kwargs.get(name, ()))
+        if kwargs.get("rope_scaling") is not None:
+            kwargs["rope_scaling"] = _scaling_from(kwargs["rope_scaling"])
         try:
+            for name in ("eos_token_ids", "windows", "rope_layers"):
+                kwargs[name] = tuple(kwargs.get(name, ()))
+            _check_kinds(cls, kwargs)
             return cls(**kwargs)
         except TypeError as error:
             raise ModelError(f"model config: {error}; write it again") from error
 
 
+NORMS, POSITIONS = ("rms", "layer"), ("rope", "learned")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -271,6 +309,54 @@ LIMITS = {
     "vocab_size": 1 << 23,
     "max_model_len": 1 << 31,
 }
+
+
+# What a field of each annotation takes from JSON.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+_ITEMS: dict[str, tuple[type, ...]] = {
+    "tuple[int, ...]": (int,),
+    "tuple[int | None, ...]": (int, type(None)),
+    "tuple[bool, ...]": (bool,),
+    "tuple[float, ...]": (int, float),
+}
+
+
+def _check_kinds(cls: Any, values: Mapping[str, Any]) -> None:
+    """Refuse a value from JSON that is not of its field's kind."""
+    for field in fields(cls):
+        if field.name not in values:
+            continue
+        value = values[field.name]
+        items = value if field.type in _ITEMS else (value,)
+        kinds = _ITEMS.get(str(field.type)) or _KINDS.get(str(field.type))
+        if kinds is not None and not all(type(item) in kinds for item in items):
+            raise ModelError(f"{field.name}={value!r}: must be of kind {field.type}; write it again")
+
+
+def _scaling_from(values: Any) -> RopeScaling:
+    if not isinstance(values, Mapping):
+        raise ModelError(f"rope_scaling={values!r}: must be a table; write it again")
+    known = {f.name for f in fields(RopeScaling)}
+    for name in values:
+        if name not in known:
+            raise ModelError(f"rope_scaling {name!r}: not a field; was it written by a later version?")
+    scaling = dict(values)
+    scaling["divisors"] = tuple(scaling.get("divisors", ()))
+    _check_kinds(RopeScaling, scaling)
+    return RopeScaling(**scaling)
+
+
+def _check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
+    rule = f"above {above:g}" if above is not None else f"at least {least:g}"
+    fits = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not (fits and (above is None or value > above) and (least is None or value >= least)):
+        raise ModelError(f"{name}={value!r}: must be a finite number {rule}; check the model's files")
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:

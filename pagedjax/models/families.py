@@ -55,7 +55,7 @@ class Names:
         norm_add: Norm scales are stored less this number.
         position_skip: Rows in front of the learned positions that no token uses.
         ignored: Tensors that carry nothing for the decoder, as endings of their names.
-        optional_prefix: In front of every name but lm_head's, in some files of the family.
+        optional_prefix: In front of every name but lm_head's; a file saved without its head leaves it out.
     """
 
     embed: str
@@ -82,17 +82,18 @@ class Names:
 
 
 _LLAMA_HF = Names(
-    embed="model.embed_tokens",
-    layer="model.layers.{l}.",
+    embed="embed_tokens",
+    layer="layers.{l}.",
     attn_norm="input_layernorm",
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.o_proj",
     mlp_norm="post_attention_layernorm",
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
-    final_norm="model.norm",
+    final_norm="norm",
     lm_head="lm_head",
     ignored=("rotary_emb.inv_freq",),
+    optional_prefix="model.",
 )
 _LLAMA_GGUF = Names(
     embed="token_embd",
@@ -167,26 +168,26 @@ def names_for(file_format: str, family: str, tensors: Iterable[str] = ()) -> Nam
 
     Args:
         file_format, family: Which row.
-        tensors: Names in the file, which say whether it uses the family's optional prefix.
+        tensors: Names in the file, which say whether it leaves the family's prefix out.
 
     Raises:
         ModelError: There is no such row.
     """
-    try:
-        names = NAMES[file_format, family]
-        prefix = names.optional_prefix
-        if not prefix or not any(name.startswith(prefix) for name in tensors):
-            return names
-        return replace(
-            names,
-            embed=prefix + names.embed,
-            position_embed=prefix + names.position_embed,
-            layer=prefix + names.layer,
-            final_norm=prefix + names.final_norm,
-        )
-    except KeyError:
+    if (file_format, family) not in NAMES:
         have = ", ".join(sorted(f for fmt, f in NAMES if fmt == file_format))
-        raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}") from None
+        raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}")
+    names = NAMES[file_format, family]
+    prefix, bare = names.optional_prefix, names.layer.partition("{")[0]
+    found = list(tensors)
+    if any(name.startswith(bare) for name in found) and not any(name.startswith(prefix) for name in found):
+        return names
+    return replace(
+        names,
+        embed=prefix + names.embed,
+        position_embed=prefix + names.position_embed,
+        layer=prefix + names.layer,
+        final_norm=prefix + names.final_norm,
+    )
 
 
 def leaves_of(config: ModelConfig, names: Names, *, tied: bool) -> list[Leaf]:

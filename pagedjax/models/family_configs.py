@@ -1,7 +1,8 @@
-"""How each family spells its config: Hugging Face dictionaries and GGUF metadata → `ModelConfig`.
+"""How each family spells its `config.json`: a Hugging Face dictionary → `ModelConfig`.
 
-One function per family and format, in `HF` and `GGUF`. A value that would change the model's answers and
-that the decoder lacks (experts, partly rotated heads, scaled layers) is refused, never ignored.
+One row of `FAMILIES` per model_type: the keys it reads and the function that reads them, with the defaults of
+transformers' own config classes. A key that no row reads is refused (`config_keys`), and so is a value that the
+decoder lacks (partly rotated heads, scaled layers); a fact that stands in two places must be the same in both.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagedjax.models.config import ACTIVATIONS, LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config_keys import GENERATION, NO_EFFECT, Reader, check_keys, refuse_key
 from pagedjax.paths import shipped_file
+
+WHERE = "config.json"
 
 
 def read_shape(source: str | Path) -> ModelConfig:
@@ -34,209 +38,314 @@ def read_shape(source: str | Path) -> ModelConfig:
     return config_from_hf(values)
 
 
-def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(config: Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:
     """Read the dictionary of a Hugging Face `config.json`.
 
-    Raises:
-        ModelError: The architecture is not one of ours, or a value is missing or out of range.
-    """
-    family = _str(config, "model_type", "config.json")
-    if family not in HF:
-        raise ModelError(f"model_type={family!r}: no decoder for it; supported are {', '.join(sorted(HF))}")
-    return HF[family](_Reader(config, "config.json"))
-
-
-def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    """Read the metadata of a GGUF file (key → plain value).
+    Args:
+        config: The dictionary.
+        notes: Takes a line for each fact that stands in two places with two values, and which one counts.
 
     Raises:
-        ModelError: The architecture is not one of ours, or a value is missing or out of range.
+        ModelError: The architecture is not one of ours, a key is unknown, or a value is missing, out of range,
+            or in conflict with another place that says the same.
     """
-    arch = _str(metadata, "general.architecture", "GGUF metadata")
-    if arch not in GGUF:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
         raise ModelError(
-            f"general.architecture={arch!r}: no decoder for it; supported are {', '.join(sorted(GGUF))}"
+            f"model_type={kind!r}: config.json must name the architecture; is this a language model?"
         )
-    return GGUF[arch](_Reader(metadata, "GGUF metadata", prefix=f"{arch}."))
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"model_type={kind!r}: no decoder for it; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[kind]
+    check_keys(config, family.keys, WHERE, no_effect={*NO_EFFECT, *GENERATION})
+    return family.read(Reader(config, WHERE, notes=notes))
 
 
-def _str(mapping: Mapping[str, Any], key: str, where: str) -> str:
-    value = mapping.get(key)
-    if not isinstance(value, str):
-        raise ModelError(f"{key}={value!r}: {where} must name the architecture; is this a language model?")
-    return value
+@dataclass(frozen=True)
+class Family:
+    """What a model_type reads.
+
+    Attributes:
+        keys: Every key of config.json that changes something.
+        read: Makes the config of them.
+    """
+
+    keys: frozenset[str]
+    read: Callable[[Reader], ModelConfig]
 
 
-class _Reader:
-    """Typed look-ups in an outside mapping; a wrong type is an error that names the key."""
+# ---- rotary positions ------------------------------------------------------------------------------------
 
-    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
-        self.values, self.where, self.prefix = values, where, prefix
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(self.prefix + key)
-        return default if value is None else value
-
-    def int(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(
-                f"{self.prefix}{key}={value!r}: {self.where} must give a whole number; check the file"
-            )
-        return value
-
-    def float(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ModelError(f"{self.prefix}{key}={value!r}: {self.where} must give a number; check the file")
-        return float(value)
-
-    def bool(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise ModelError(
-                f"{self.prefix}{key}={value!r}: {self.where} must say true or false; check the file"
-            )
-        return value
-
-    def activation(self, default: str) -> str:
-        names = [self.get(key) for key in ("hidden_activation", "hidden_act", "activation_function")]
-        name = next((n for n in names if n is not None), default)
-        if not isinstance(name, str) or name not in ACTIVATIONS:
-            raise ModelError(f"activation {name!r}: must be one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[name]
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+# Keys of a rope table by its kind; every table may also have these.
+_TABLE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
 
 
-def _token_ids(value: Any, key: str) -> tuple[int, ...]:
-    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ModelError(f"{key}={value!r}: must be a token id or a list of them; check the file")
-    return ids
+def _rope(r: Reader, base: float = 10000.0) -> tuple[float, RopeScaling | None]:
+    """(base, scaling) from wherever they stand: rope_theta, rope_scaling, rope_parameters."""
+    old, new = r.table("rope_scaling"), r.table("rope_parameters")
+    r.prefer("rope_scaling", old or None, "rope_parameters", new or None)
+    return _rope_table(r, "rope_scaling", old, base) if old else _rope_table(r, "rope_parameters", new, base)
 
 
-def _hf_rope(r: _Reader, base: float = 10000.0) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) from either spelling: rope_theta + rope_scaling, or rope_parameters."""
-    params = r.get("rope_parameters") or r.get("rope_scaling") or {}
-    if not isinstance(params, Mapping):
-        raise ModelError(f"rope_scaling={params!r}: must be a table; check config.json")
-    p = _Reader(params, "rope_scaling")
-    theta = p.float("rope_theta", r.float("rope_theta", base))
-    kind = p.get("rope_type", p.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    original = p.int("original_max_position_embeddings", r.int("max_position_embeddings"))
-    attention = p.get("attention_factor")
-    return theta, RopeScaling(
-        kind=str(kind),
-        factor=p.float("factor"),
-        original_len=original,
-        low_freq_factor=p.float("low_freq_factor", 1.0),
-        high_freq_factor=p.float("high_freq_factor", 4.0),
-        beta_fast=p.float("beta_fast", 32.0),
-        beta_slow=p.float("beta_slow", 1.0),
-        attention_factor=0.0 if attention is None else p.float("attention_factor"),
-        truncate=p.bool("truncate", True),
+def _rope_table(
+    r: Reader, name: str, table: Mapping[str, Any], base: float
+) -> tuple[float, RopeScaling | None]:
+    """(base, scaling) of one table and of the keys beside it."""
+    p = Reader(table, f"{r.where}: {name}")
+    kind = r.prefer(f"{name}.rope_type", p.get("rope_type"), f"{name}.type", p.get("type"))
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
+        raise ModelError(
+            f"{r.where}: rope_scaling={kind!r}: must be {', '.join(_SCALING_KEYS)}; use a model with one of these"
+        )
+    known = (*_TABLE_KEYS, *_SCALING_KEYS[kind])
+    for key, value in table.items():
+        if key not in known and value is not None:
+            refuse_key(f"{r.where}: {name} of type {kind}", key, value, known)
+    r.prefer(f"{name}.rope_theta", p.get("rope_theta"), "rope_theta", r.get("rope_theta"))
+    theta = p if p.get("rope_theta") is not None else r
+    for part in (p, r):
+        if part.positive("partial_rotary_factor", 1.0) != 1.0:
+            part.fail("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+    base = theta.positive("rope_theta", base) if theta.get("rope_theta") is not None else base
+    return base, None if kind == "default" else _scaling(r, p, kind)
+
+
+def _scaling(r: Reader, p: Reader, kind: str) -> RopeScaling:
+    longest = r.whole("max_position_embeddings")
+    if kind == "linear":
+        return RopeScaling(kind, p.positive("factor"), longest)
+    key = "original_max_position_embeddings"
+    inside, beside = p.get(key), r.get(key)
+    r.prefer(key, beside, f"rope_parameters.{key}", inside)
+    original = (p if beside is None and inside is not None else r).whole(key, longest)
+    check_range(key, original, 1, LIMITS["max_model_len"])
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            p.positive("factor"),
+            original,
+            low_freq_factor=p.positive("low_freq_factor"),
+            high_freq_factor=p.positive("high_freq_factor"),
+        )
+    # DeepSeek's files leave the factor null: it is the ratio of the lengths.
+    factor = p.positive("factor") if p.get("factor", 0) is not None else longest / original
+    attention = p.optional_positive("attention_factor")
+    mscale, all_dim = (p.optional_positive(key) for key in ("mscale", "mscale_all_dim"))
+    if attention is None and mscale and all_dim:
+        attention = _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        beta_fast=p.optional_positive("beta_fast") or 32.0,
+        beta_slow=p.optional_positive("beta_slow") or 1.0,
+        attention_factor=attention or 0.0,
+        truncate=p.flag("truncate", True),
     )
 
 
-def _hf_common(r: _Reader, family: str, activation: str = "silu", rope: bool = True) -> dict[str, Any]:
-    """The fields that every rotary, gated family spells alike; rope=False leaves the base to the caller."""
-    num_heads, d_model = r.int("num_attention_heads"), r.int("hidden_size")
-    check_range("num_attention_heads", num_heads, 1, LIMITS["num_heads"])
-    theta, scaling = _hf_rope(r) if rope else (10000.0, None)
-    bos = _token_ids(r.get("bos_token_id"), "bos_token_id")
-    return dict(
-        family=family,
-        num_layers=r.int("num_hidden_layers"),
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=r.int("num_key_value_heads", num_heads),
-        head_dim=r.int("head_dim", d_model // num_heads),
-        d_mlp=r.int("intermediate_size"),
-        vocab_size=r.int("vocab_size"),
-        max_model_len=r.int("max_position_embeddings"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=r.float("rms_norm_eps", 1e-6),
-        activation=r.activation(activation),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(r.get("eos_token_id"), "eos_token_id"),
-    )
+def _mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor on the attention temperature, weighted as DeepSeek's files weigh it."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _hf_llama(r: _Reader) -> ModelConfig:
-    bias = r.bool("attention_bias", False)
-    return ModelConfig(
-        **_hf_common(r, "llama"),
-        tie_embeddings=r.bool("tie_word_embeddings", False),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=r.bool("mlp_bias", False),
-    )
+def _one_value(where: str, first: str, a: Any, second: str, b: Any) -> Any:
+    """What two places agree on; where only one speaks, what it says."""
+    if a is not None and b is not None and a != b:
+        raise ModelError(f"{where}: {first}={a!r} and {second}={b!r}: must be equal; remove one")
+    return b if a is None else a
 
 
-def _hf_smollm3(r: _Reader) -> ModelConfig:
-    """SmolLM3: a Llama of which every fourth layer has no positions at all."""
-    config = replace(_hf_llama(r), tie_embeddings=r.bool("tie_word_embeddings", True))
-    pattern = r.get("no_rope_layers")
-    if pattern is None:
-        every = r.int("no_rope_layer_interval", 4)
-        check_range("no_rope_layer_interval", every, 1, LIMITS["num_layers"])
-        pattern = [(layer + 1) % every != 0 for layer in range(config.num_layers)]
-    if not isinstance(pattern, list) or any(v not in (0, 1) for v in pattern):
-        raise ModelError(f"no_rope_layers={pattern!r}: must be a list of 0 and 1; check config.json")
-    return replace(
-        config,
-        rope_layers=tuple(bool(v) for v in pattern),
-        windows=_hf_windows(r, config.num_layers, lambda layer: bool(r.bool("use_sliding_window", False))),
-    )
+# ---- sliding windows -------------------------------------------------------------------------------------
 
 
-def _hf_windows(r: _Reader, num_layers: int, windowed: Callable[[int], bool]) -> tuple[int | None, ...]:
+def _windows(r: Reader, num_layers: int, size: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
     """The window of each layer: by layer_types where the file lists them, else by the family's own rule."""
-    size, kinds = r.get("sliding_window"), r.get("layer_types")
-    check_range("num_layers", num_layers, 1, LIMITS["num_layers"])
+    kinds = r.get("layer_types")
     if kinds is None:
-        kinds = [
-            "sliding_attention" if size is not None and windowed(layer) else "full_attention"
-            for layer in range(num_layers)
-        ]
+        kinds = ["sliding_attention" if size is not None and on else "full_attention" for on in sliding]
     known = ("sliding_attention", "full_attention")
-    if not isinstance(kinds, list) or any(k not in known for k in kinds):
-        raise ModelError(f"layer_types={kinds!r}: must be a list of {' and '.join(known)}; check config.json")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in known for k in kinds):
+        r.fail("layer_types", f"must have {' or '.join(known)} for each of {num_layers} layers")
     if "sliding_attention" not in kinds:
         return ()
-    width = r.int("sliding_window")
-    check_range("sliding_window", width, 1, LIMITS["max_model_len"])
-    return tuple(width if kind == "sliding_attention" else None for kind in kinds)
+    if size is None:
+        r.fail("sliding_window", "must give the width of the layers that slide")
+    check_range("sliding_window", size, 1, LIMITS["max_model_len"])
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _hf_mistral(r: _Reader) -> ModelConfig:
-    common = _hf_common(r, "llama")
-    return ModelConfig(
-        **common,
-        tie_embeddings=r.bool("tie_word_embeddings", False),
-        windows=_hf_windows(r, common["num_layers"], lambda layer: True),
+def _one_window(r: Reader, num_layers: int, size: int | None) -> tuple[int | None, ...]:
+    """The window of a family whose layers all slide or none; it asks no layer_types, so they must agree."""
+    windows = _windows(r, num_layers, size, [True] * num_layers)
+    expected = () if size is None else (size,) * num_layers
+    if windows != expected:
+        r.fail("layer_types", "this family's layers are all alike, by sliding_window")
+    return windows
+
+
+# ---- families --------------------------------------------------------------------------------------------
+
+_SIZES = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
+_GATED = (*_SIZES, *_ROPE_KEYS, "hidden_act", "head_dim")
+_WINDOWS = ("sliding_window", "layer_types")
+
+
+def _ends(r: Reader, vocab_size: int, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """bos_token_id and eos_token_ids; a missing key takes transformers' default, a null is none."""
+    check_range("vocab_size", vocab_size, 1, LIMITS["vocab_size"])
+    starts = r.ids("bos_token_id", vocab_size, bos)
+    if len(starts) > 1:
+        r.fail("bos_token_id", "must be one id")
+    return dict(
+        bos_token_id=starts[0] if starts else None, eos_token_ids=r.ids("eos_token_id", vocab_size, eos)
     )
 
 
-def _hf_qwen2(r: _Reader) -> ModelConfig:
-    common = _hf_common(r, "llama")
-    return ModelConfig(
-        **common,
-        tie_embeddings=r.bool("tie_word_embeddings", False),
-        qkv_bias=True,
-        windows=_qwen_windows(r, common["num_layers"]),
+def _common(
+    r: Reader,
+    family: str,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    activation: str = "hidden_act",
+    eps: float = 1e-6,
+    tied: bool = False,
+    ends: tuple[int | None, int | None] = (None, None),
+) -> dict[str, Any]:
+    """The fields that every rotary, gated family spells alike.
+
+    Args:
+        family: Row of weight names.
+        kv_heads, head_dim, eps, tied, ends: What a file that is silent means; None: as many KV heads as query
+            heads, hidden_size over heads, no start, no end.
+        activation: Which key names it.
+    """
+    num_heads, d_model = r.whole("num_attention_heads"), r.whole("hidden_size")
+    check_range("num_attention_heads", num_heads, 1, LIMITS["num_heads"])
+    check_range("hidden_size", d_model, 1, LIMITS["d_model"])
+    num_layers, vocab_size = r.whole("num_hidden_layers"), r.whole("vocab_size")
+    check_range("num_layers", num_layers, 1, LIMITS["num_layers"])
+    own_dim, own_kv = (
+        r.optional_whole("head_dim", head_dim),
+        r.optional_whole("num_key_value_heads", kv_heads),
+    )
+    default = "gelu_pytorch_tanh" if activation == "hidden_activation" else "silu"
+    return dict(
+        family=family,
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if own_kv is None else own_kv,
+        head_dim=d_model // num_heads if own_dim is None else own_dim,
+        d_mlp=r.whole("intermediate_size"),
+        vocab_size=vocab_size,
+        max_model_len=r.whole("max_position_embeddings"),
+        norm_eps=r.positive("rms_norm_eps", eps),
+        tie_embeddings=r.flag("tie_word_embeddings", tied),
+        activation=r.activation(activation, default),
+        **_ends(r, vocab_size, *ends),
     )
 
 
-def _hf_qwen3(r: _Reader) -> ModelConfig:
-    common, bias = _hf_common(r, "llama"), r.bool("attention_bias", False)
-    if r.get("head_dim") is None:
-        common["head_dim"] = 128
+def _rotary(r: Reader, base: float = 10000.0) -> dict[str, Any]:
+    theta, scaling = _rope(r, base)
+    return dict(rope_theta=theta, rope_scaling=scaling)
+
+
+def _llama(r: Reader) -> ModelConfig:
+    bias = r.flag("attention_bias", False)
+    return ModelConfig(
+        **_common(r, "llama", ends=(1, 2)),
+        **_rotary(r),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=r.flag("mlp_bias", False),
+    )
+
+
+def _smollm3(r: Reader) -> ModelConfig:
+    """SmolLM3: a Llama of which every fourth layer has no positions at all."""
+    common = _common(r, "llama", kv_heads=4, tied=True, ends=(128000, 128001))
+    num_layers, bias = common["num_layers"], r.flag("attention_bias", False)
+    pattern = r.get("no_rope_layers")
+    if pattern is None:
+        every = r.whole("no_rope_layer_interval", 4)
+        check_range("no_rope_layer_interval", every, 1, LIMITS["num_layers"])
+        pattern = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(pattern, list) or any(v not in (0, 1) for v in pattern) or len(pattern) != num_layers:
+        r.fail("no_rope_layers", f"must have 0 or 1 for each of {num_layers} layers")
+    slides = r.flag("use_sliding_window", False)
     return ModelConfig(
         **common,
-        tie_embeddings=r.bool("tie_word_embeddings", False),
+        **_rotary(r, 2e6),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=r.flag("mlp_bias", False),
+        rope_layers=tuple(bool(v) for v in pattern),
+        windows=_windows(
+            r, num_layers, r.optional_whole("sliding_window"), [slides and not v for v in pattern]
+        ),
+    )
+
+
+def _mistral(r: Reader) -> ModelConfig:
+    common = _common(r, "llama", kv_heads=8, ends=(1, 2))
+    window = r.optional_whole("sliding_window", 4096)
+    return ModelConfig(**common, **_rotary(r), windows=_one_window(r, common["num_layers"], window))
+
+
+def _qwen_windows(r: Reader, num_layers: int) -> tuple[int | None, ...]:
+    slides = r.flag("use_sliding_window", False)
+    first = r.whole("max_window_layers", 28)
+    size = r.optional_whole("sliding_window", 4096) if slides else None
+    return _windows(r, num_layers, size, [layer >= first for layer in range(num_layers)])
+
+
+def _qwen2(r: Reader) -> ModelConfig:
+    common = _common(r, "llama", kv_heads=32)
+    if not r.flag("attention_bias", True):
+        r.fail("attention_bias", "this family always has one on queries, keys and values")
+    return ModelConfig(**common, **_rotary(r), qkv_bias=True, windows=_qwen_windows(r, common["num_layers"]))
+
+
+def _qwen3(r: Reader) -> ModelConfig:
+    common, bias = _common(r, "llama", kv_heads=32, head_dim=128), r.flag("attention_bias", False)
+    return ModelConfig(
+        **common,
+        **_rotary(r),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
@@ -244,106 +353,122 @@ def _hf_qwen3(r: _Reader) -> ModelConfig:
     )
 
 
-def _qwen_windows(r: _Reader, num_layers: int) -> tuple[int | None, ...]:
-    if not r.bool("use_sliding_window", False):
-        return ()
-    first = r.int("max_window_layers", num_layers)
-    return _hf_windows(r, num_layers, lambda layer: layer >= first)
-
-
-def _hf_phi3(r: _Reader) -> ModelConfig:
-    if r.float("partial_rotary_factor", 1.0) != 1.0:
+def _phi3(r: Reader) -> ModelConfig:
+    if r.flag("attention_bias", False):
+        r.fail("attention_bias", "this family has none")
+    common, rotary = _common(r, "phi3", eps=1e-5, ends=(1, 32000)), _rotary(r)
+    if (
+        rotary["rope_scaling"] is not None
+    ):  # transformers takes "yarn" for LongRoPE here, and refuses the rest
         raise ModelError(
-            f"partial_rotary_factor={r.get('partial_rotary_factor')}: must be 1; partly rotated heads are "
-            "not supported"
+            f"{r.where}: rope_scaling={rotary['rope_scaling'].kind!r}: this family knows only LongRoPE, which is not "
+            "supported; use a model of 4k tokens"
         )
-    common = _hf_common(r, "phi3")
-    return ModelConfig(
-        **common,
-        tie_embeddings=r.bool("tie_word_embeddings", False),
-        windows=_hf_windows(r, common["num_layers"], lambda layer: True),
+    windows = _one_window(r, common["num_layers"], r.optional_whole("sliding_window"))
+    return ModelConfig(**common, **rotary, windows=windows)
+
+
+def _gemma(r: Reader, family: str) -> dict[str, Any]:
+    if r.flag("attention_bias", False):
+        r.fail("attention_bias", "this family has none here")
+    common = _common(
+        r, family, kv_heads=4, head_dim=256, activation="hidden_activation", tied=True, ends=(2, 1)
+    )
+    if r.get("hidden_act") is not None and r.activation("hidden_act", "") != common["activation"]:
+        r.fail("hidden_act", f"differs from hidden_activation, which decides ({common['activation']})")
+    cap, last = (50.0, 30.0) if family == "gemma2" else (None, None)
+    return common | dict(
+        query_scale=r.positive("query_pre_attn_scalar", 256) ** -0.5,
+        embed_scale=math.sqrt(common["d_model"]),
+        post_norms=True,
+        attn_soft_cap=r.optional_positive("attn_logit_softcapping", cap) or 0.0,
+        logit_soft_cap=r.optional_positive("final_logit_softcapping", last) or 0.0,
     )
 
 
-def _hf_gemma2(r: _Reader) -> ModelConfig:
-    common = _hf_gemma_common(r, "gemma2")
-    return ModelConfig(
-        **common,
-        attn_soft_cap=r.float("attn_logit_softcapping", 0.0),
-        logit_soft_cap=r.float("final_logit_softcapping", 0.0),
-        windows=_hf_windows(r, common["num_layers"], lambda layer: layer % 2 == 0),
-    )
+def _gemma2(r: Reader) -> ModelConfig:
+    common = _gemma(r, "gemma2")
+    layers = common["num_layers"]
+    size = r.optional_whole("sliding_window", 4096)
+    windows = _windows(r, layers, size, [layer % 2 == 0 for layer in range(layers)])
+    return ModelConfig(**common, **_rotary(r), windows=windows)
 
 
-def _hf_gemma3(r: _Reader) -> ModelConfig:
-    common = _hf_gemma_common(r, "gemma3")
-    every = r.int("sliding_window_pattern", 6)
+def _gemma3(r: Reader) -> ModelConfig:
+    """Gemma 3: layers that slide rotate by a base of their own, unscaled."""
+    common = _gemma(r, "gemma3")
+    layers, every = common["num_layers"], r.whole("sliding_window_pattern", 6)
     check_range("sliding_window_pattern", every, 1, LIMITS["num_layers"])
-    if r.bool("use_bidirectional_attention", False):
-        raise ModelError("use_bidirectional_attention=True: decoders see only the past; use a decoder model")
-    rope = r.get("rope_parameters", {})
-    local = r.float("rope_local_base_freq", 10000.0)
-    if isinstance(rope, Mapping) and "full_attention" in rope:  # one table per kind of layer
-        full, sliding = rope["full_attention"], rope.get("sliding_attention", {})
-        table = _Reader({**r.values, "rope_parameters": full}, r.where)
-        common["rope_theta"], common["rope_scaling"] = _hf_rope(table, 1e6)
-        local, scaled = _hf_rope(_Reader({**r.values, "rope_parameters": sliding}, r.where), local)
-        if scaled is not None:
-            raise ModelError("rope_parameters of sliding layers: must not be scaled; check config.json")
-    else:
-        common["rope_theta"], common["rope_scaling"] = _hf_rope(r, 1e6)
+    size = r.optional_whole("sliding_window", 4096)
+    nested = r.table("rope_parameters")
+    for key, value in nested.items():
+        if key not in ("full_attention", "sliding_attention") and value is not None:
+            refuse_key(f"{r.where}: rope_parameters", key, value, ("full_attention", "sliding_attention"))
+    tables = Reader(nested, f"{r.where}: rope_parameters")
+    full, slides = tables.table("full_attention"), tables.table("sliding_attention")
+    if r.table("rope_scaling"):
+        scaled = r.table("rope_scaling")
+        if full and any(full.get(key, value) != value for key, value in scaled.items()):
+            raise ModelError(
+                f"{r.where}: rope_scaling and rope_parameters.full_attention differ: both say how positions are "
+                "rotated; remove one"
+            )
+        full = {**full, **scaled}
+    theta, scaling = _rope_table(r, "rope_parameters.full_attention", full, 1e6)
+    beside = {
+        "max_position_embeddings": r.whole("max_position_embeddings"),
+        "rope_theta": r.get("rope_local_base_freq"),
+    }
+    local, local_scaling = _rope_table(
+        Reader(beside, r.where), "rope_parameters.sliding_attention", slides, 10000.0
+    )
+    if local_scaling is not None:
+        raise ModelError(
+            f"{r.where}: rope_parameters.sliding_attention: must not be scaled; use a model whose are not"
+        )
     return ModelConfig(
         **common,
         qk_norm=True,
-        attn_soft_cap=r.float("attn_logit_softcapping", 0.0),
-        logit_soft_cap=r.float("final_logit_softcapping", 0.0),
-        windows=_hf_windows(r, common["num_layers"], lambda layer: (layer + 1) % every != 0),
+        rope_theta=theta,
+        rope_scaling=scaling,
         local_rope_theta=local,
+        windows=_windows(r, layers, size, [(layer + 1) % every != 0 for layer in range(layers)]),
     )
 
 
-def _hf_gemma_common(r: _Reader, family: str) -> dict[str, Any]:
-    if r.bool("attention_bias", False):
-        raise ModelError("attention_bias=True: this family has none here; check config.json")
-    common = _hf_common(r, family, activation="gelu_tanh", rope=family != "gemma3")
-    check_range("hidden_size", common["d_model"], 1, LIMITS["d_model"])
-    scalar = r.float("query_pre_attn_scalar", 256)
-    if scalar <= 0:
-        raise ModelError(f"query_pre_attn_scalar={scalar}: must be positive; check config.json")
-    common |= dict(
-        head_dim=r.int("head_dim", 256),
-        query_scale=scalar**-0.5,
-        embed_scale=math.sqrt(common["d_model"]),
-        post_norms=True,
-        tie_embeddings=r.bool("tie_word_embeddings", True),
-    )
-    return common
+def _alias(r: Reader, name: str, other: str, default: int | None = None) -> int:
+    """A size under its own name or the one that transformers maps onto it."""
+    _one_value(r.where, name, r.get(name), other, r.get(other))
+    return r.whole(other) if r.get(name) is None and r.get(other) is not None else r.whole(name, default)
 
 
-def _hf_gpt2(r: _Reader) -> ModelConfig:
-    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
-        if r.bool(key, False):
-            raise ModelError(f"{key}=True: not supported; use a plain GPT-2")
-    width, heads = r.int("n_embd", 768), r.int("n_head", 12)
+def _gpt2(r: Reader) -> ModelConfig:
+    width = _alias(r, "n_embd", "hidden_size", 768)
+    heads = _alias(r, "n_head", "num_attention_heads", 12)
     check_range("n_head", heads, 1, LIMITS["num_heads"])
-    bos = _token_ids(r.get("bos_token_id"), "bos_token_id")
+    check_range("n_embd", width, 1, LIMITS["d_model"])
+    if width % heads:
+        r.fail("n_embd", f"must be a multiple of n_head={heads}")
+    length = _alias(r, "n_positions", "max_position_embeddings", 1024)
+    _one_value(r.where, "n_positions", length, "n_ctx", r.get("n_ctx"))
+    inner, vocab_size = r.optional_whole("n_inner"), r.whole("vocab_size", 50257)
     return ModelConfig(
         family="gpt2",
-        num_layers=r.int("n_layer", 12),
+        num_layers=_alias(r, "n_layer", "num_hidden_layers", 12),
         d_model=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
-        d_mlp=r.int("n_inner", 4 * width),
-        vocab_size=r.int("vocab_size"),
-        max_model_len=r.int("n_positions", 1024),
+        d_mlp=4 * width if inner is None else inner,
+        vocab_size=vocab_size,
+        max_model_len=length,
         norm="layer",
-        norm_eps=r.float("layer_norm_epsilon", 1e-5),
-        tie_embeddings=r.bool("tie_word_embeddings", True),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(r.get("eos_token_id"), "eos_token_id"),
+        norm_eps=r.positive("layer_norm_epsilon", 1e-5),
+        tie_embeddings=r.flag("tie_word_embeddings", True),
+        **_ends(r, vocab_size, 50256, 50256),
+        query_scale=0.0 if r.flag("scale_attn_weights", True) else 1.0,
         positions="learned",
-        activation=r.activation("gelu_new"),
+        activation=r.activation("activation_function", "gelu_new"),
         gated_mlp=False,
         qkv_bias=True,
         out_bias=True,
@@ -351,35 +476,36 @@ def _hf_gpt2(r: _Reader) -> ModelConfig:
     )
 
 
-def _hf_opt(r: _Reader) -> ModelConfig:
-    width, heads = r.int("hidden_size"), r.int("num_attention_heads")
+def _opt(r: Reader) -> ModelConfig:
+    width, heads = r.whole("hidden_size", 768), r.whole("num_attention_heads", 12)
     check_range("num_attention_heads", heads, 1, LIMITS["num_heads"])
-    if not r.bool("do_layer_norm_before", True) or r.int("word_embed_proj_dim", width) != width:
-        raise ModelError(
-            "do_layer_norm_before=False or word_embed_proj_dim: this size normalises after each layer and "
-            "projects its embedding (opt-350m does); use another size"
-        )
-    if not r.bool("layer_norm_elementwise_affine", True) or r.bool("_remove_final_layer_norm", False):
-        raise ModelError("layer_norm_elementwise_affine, _remove_final_layer_norm: must be as published")
-    bias = r.bool("enable_bias", True)
-    bos = _token_ids(r.get("bos_token_id"), "bos_token_id")
+    if width % heads:
+        r.fail("hidden_size", f"must be a multiple of num_attention_heads={heads}")
+    if not r.flag("do_layer_norm_before", True):
+        r.fail("do_layer_norm_before", "layers that normalise afterwards (opt-350m) are not supported")
+    if r.optional_whole("word_embed_proj_dim", width) not in (None, width):
+        r.fail("word_embed_proj_dim", "projected embeddings (opt-350m) are not supported")
+    if not r.flag("layer_norm_elementwise_affine", True):
+        r.fail("layer_norm_elementwise_affine", "norms without scales are not supported")
+    if r.flag("_remove_final_layer_norm", False):
+        r.fail("_remove_final_layer_norm", "a decoder without its last norm is not supported")
+    bias, vocab_size = r.flag("enable_bias", True), r.whole("vocab_size", 50272)
     return ModelConfig(
         family="opt",
-        num_layers=r.int("num_hidden_layers"),
+        num_layers=r.whole("num_hidden_layers", 12),
         d_model=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
-        d_mlp=r.int("ffn_dim"),
-        vocab_size=r.int("vocab_size"),
-        max_model_len=r.int("max_position_embeddings"),
+        d_mlp=r.whole("ffn_dim", 3072),
+        vocab_size=vocab_size,
+        max_model_len=r.whole("max_position_embeddings", 2048),
         norm="layer",
         norm_eps=1e-5,
-        tie_embeddings=r.bool("tie_word_embeddings", True),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(r.get("eos_token_id"), "eos_token_id"),
+        tie_embeddings=r.flag("tie_word_embeddings", True),
+        **_ends(r, vocab_size, 2, 2),
         positions="learned",
-        activation=r.activation("relu"),
+        activation=r.activation("activation_function", "relu"),
         gated_mlp=False,
         qkv_bias=bias,
         out_bias=bias,
@@ -387,97 +513,86 @@ def _hf_opt(r: _Reader) -> ModelConfig:
     )
 
 
-def _gguf_vocab(r: _Reader) -> int:
-    tokens = r.values.get("tokenizer.ggml.tokens")
-    return r.int("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+_GEMMA = (
+    *_GATED,
+    *_WINDOWS,
+    "hidden_activation",
+    "attention_bias",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+_QWEN = (*_GATED, *_WINDOWS, "use_sliding_window", "max_window_layers", "attention_bias")
+_LEARNED = (
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "activation_function",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
+# "original_max_position_embeddings" stands beside the table in Phi-3's files, and in others that were stretched.
+_ORIGINAL = "original_max_position_embeddings"
 
-
-def _gguf_eos(r: _Reader) -> tuple[int, ...]:
-    """End of text and, where the file names one, end of turn."""
-    found: dict[int, None] = {}
-    for key in ("eos", "eot", "eom"):
-        name = f"tokenizer.ggml.{key}_token_id"
-        found.update(dict.fromkeys(_token_ids(r.values.get(name), name)))
-    return tuple(found)
-
-
-def _gguf_rope_scaling(r: _Reader) -> RopeScaling | None:
-    kind = r.get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    return RopeScaling(
-        kind=str(kind),
-        factor=r.float("rope.scaling.factor"),
-        original_len=r.int("rope.scaling.original_context_length", r.int("context_length")),
-        attention_factor=r.float("rope.scaling.attn_factor", 0.0),
-    )
-
-
-def _gguf_common(r: _Reader, family: str) -> dict[str, Any]:
-    num_heads, d_model = r.int("attention.head_count"), r.int("embedding_length")
-    check_range("attention.head_count", num_heads, 1, LIMITS["num_heads"])
-    head_dim = r.int("attention.key_length", d_model // num_heads)
-    if r.int("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(
-            f"{r.prefix}rope.dimension_count={r.int('rope.dimension_count')}: must equal the head dim "
-            f"({head_dim}); partly rotated heads are not supported"
-        )
-    bos = _token_ids(r.values.get("tokenizer.ggml.bos_token_id"), "tokenizer.ggml.bos_token_id")
-    return dict(
-        family=family,
-        num_layers=r.int("block_count"),
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=r.int("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        d_mlp=r.int("feed_forward_length"),
-        vocab_size=_gguf_vocab(r),
-        max_model_len=r.int("context_length"),
-        rope_theta=r.float("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope_scaling(r),
-        norm_eps=r.float("attention.layer_norm_rms_epsilon"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_gguf_eos(r),
-    )
-
-
-def _gguf_llama(r: _Reader) -> ModelConfig:
-    if r.int("expert_count", 0):
-        raise ModelError(
-            f"{r.prefix}expert_count={r.int('expert_count')}: mixtures of experts are not supported"
-        )
-    # GGUF has no key for tying: the file leaves the output matrix out, and the loader looks.
-    return ModelConfig(**_gguf_common(r, "llama"), tie_embeddings=True)
-
-
-def _gguf_smollm3(r: _Reader) -> ModelConfig:
-    config = _gguf_llama(r)
-    return replace(config, rope_layers=tuple((layer + 1) % 4 != 0 for layer in range(config.num_layers)))
-
-
-def _gguf_qwen2(r: _Reader) -> ModelConfig:
-    return ModelConfig(**_gguf_common(r, "qwen"), tie_embeddings=True, qkv_bias=True)
-
-
-def _gguf_qwen3(r: _Reader) -> ModelConfig:
-    return ModelConfig(**_gguf_common(r, "qwen"), tie_embeddings=True, qk_norm=True)
-
-
-HF: dict[str, Callable[[_Reader], ModelConfig]] = {
-    "llama": _hf_llama,
-    "smollm3": _hf_smollm3,
-    "mistral": _hf_mistral,
-    "qwen2": _hf_qwen2,
-    "qwen3": _hf_qwen3,
-    "phi3": _hf_phi3,
-    "gemma2": _hf_gemma2,
-    "gemma3_text": _hf_gemma3,
-    "gpt2": _hf_gpt2,
-    "opt": _hf_opt,
-}
-GGUF: dict[str, Callable[[_Reader], ModelConfig]] = {
-    "llama": _gguf_llama,
-    "smollm3": _gguf_smollm3,
-    "qwen2": _gguf_qwen2,
-    "qwen3": _gguf_qwen3,
+FAMILIES: dict[str, Family] = {
+    "llama": Family(frozenset((*_GATED, _ORIGINAL, "attention_bias", "mlp_bias")), _llama),
+    "smollm3": Family(
+        frozenset(
+            (
+                *_GATED,
+                *_WINDOWS,
+                _ORIGINAL,
+                "use_sliding_window",
+                "no_rope_layers",
+                "no_rope_layer_interval",
+                "attention_bias",
+                "mlp_bias",
+            )
+        ),
+        _smollm3,
+    ),
+    "mistral": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL)), _mistral),
+    "qwen2": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen2),
+    "qwen3": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen3),
+    "phi3": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _phi3),
+    "gemma2": Family(frozenset(_GEMMA), _gemma2),
+    "gemma3_text": Family(
+        # "_sliding_window_pattern" is a copy that transformers writes beside layer_types.
+        frozenset((*_GEMMA, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")),
+        _gemma3,
+    ),
+    "gpt2": Family(
+        frozenset(
+            (
+                *_LEARNED,
+                "n_embd",
+                "n_head",
+                "n_layer",
+                "n_positions",
+                "n_ctx",
+                "n_inner",
+                "layer_norm_epsilon",
+                "scale_attn_weights",
+            )
+        ),
+        _gpt2,
+    ),
+    "opt": Family(
+        frozenset(
+            (
+                *_LEARNED,
+                "ffn_dim",
+                "do_layer_norm_before",
+                "word_embed_proj_dim",
+                "layer_norm_elementwise_affine",
+                "_remove_final_layer_norm",
+                "enable_bias",
+            )
+        ),
+        _opt,
+    ),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -202,6 +203,20 @@ class GgufFile:
             if start < end:
                 h.fail(f"{first} and {second} overlap", "tensors must not share bytes")
 
+    def add_part(self, part: GgufFile) -> None:
+        """Take in the tensors of another file of the same model.
+
+        Raises:
+            ModelError: A tensor is in both.
+        """
+        for name, info in part.tensors.items():
+            if name in self.tensors:
+                raise ModelError(
+                    f"{name!r} is in {self.tensors[name].path.name} and {info.path.name}: a tensor belongs to one "
+                    "part; download the parts again"
+                )
+            self.tensors[name] = info
+
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """float32 entries start to stop along the first axis of a tensor, dequantised."""
         info = self.tensors[name]
@@ -217,11 +232,11 @@ class GgufFile:
         data = np.empty(num_bytes, np.uint8)
         # Plain reads, not a memory map: mapped pages would count against this process, and a file that is
         # cut short while it is read would end in a signal instead of an error.
-        with open(self.path, "rb") as file:
+        with open(info.path, "rb") as file:
             file.seek(info.offset + first * row_bytes)
             if file.readinto(data.data) != num_bytes:
                 raise ModelError(
-                    f"{self.path.name}: {name}: the file ended while it was read; download it again"
+                    f"{info.path.name}: {name}: the file ended while it was read; download it again"
                 )
         if info.kind == "F32":
             return data.view("<f4").reshape(shape)
@@ -229,6 +244,59 @@ class GgufFile:
         packed = numbers.reshape(shape[0] if len(shape) > 1 else 1, -1)
         with np.errstate(all="ignore"):  # a damaged scale is inf or nan; who reads the rows looks for that
             return gguf.quants.dequantize(packed, kind).reshape(shape)
+
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """A GGUF file, or all parts of a model that was split into several; any of them may be named.
+
+    Raises:
+        ModelError: As `GgufFile`; a part is missing, or is one of another model.
+    """
+    given = GgufFile(path)
+    count = _split_number(given, "split.count", 1)
+    if count <= 1:
+        return given
+    number = _split_number(given, "split.no", 0)
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match["count"]) != count or int(match["number"]) != number + 1:
+        raise ModelError(
+            f"{path.name}: is part {number + 1} of {count}: must be named NAME-{number + 1:05d}-of-{count:05d}.gguf; "
+            "rename the parts, or join them with llama-gguf-split --merge"
+        )
+    parts = []
+    for i in range(count):
+        other = path.with_name(f"{match['stem']}-{i + 1:05d}-of-{count:05d}.gguf")
+        if not other.is_file():
+            raise ModelError(f"{other}: no such file: {path.name} is one of {count} parts; download it too")
+        part = given if i == number else GgufFile(other)
+        if _split_number(part, "split.count", 1) != count or _split_number(part, "split.no", 0) != i:
+            raise ModelError(f"{other.name}: is not part {i + 1} of {count}; download the parts again")
+        parts.append(part)
+    whole = parts[0]
+    for part in parts[1:]:
+        for key, value in part.metadata.items():
+            if not key.startswith(("split.", "general.")) and whole.metadata.get(key) != value:
+                raise ModelError(f"{part.path.name}: {key}: differs from part 1's; download the parts again")
+        whole.add_part(part)
+    expected = whole.metadata.get("split.tensors.count")
+    if expected is not None and expected != len(whole.tensors):
+        raise ModelError(
+            f"{path.name}: {len(whole.tensors)} tensors in {count} parts: split.tensors.count={expected!r}; download "
+            "the parts again"
+        )
+    return whole
+
+
+def _split_number(file: GgufFile, key: str, default: int) -> int:
+    value = file.metadata.get(key, default)
+    if type(value) is not int or not 0 <= value <= 99999:
+        raise ModelError(
+            f"{file.path.name}: {key}={value!r}: must be a whole number; download the file again"
+        )
+    return value
 
 
 def _kind_name(code: int) -> str:

@@ -17,20 +17,20 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
-from pagedjax.models.families import leaves_of, names_for
-from pagedjax.models.family_configs import config_from_gguf, config_from_hf
-from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile
-from pagedjax.models.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json, tokenizer_from_gguf
+from pagedjax.models.config import ModelConfig, ModelError
+from pagedjax.models.config_keys import refuse_key
+from pagedjax.models.describe import Described, Understood, describe_folder, describe_gguf, inside
+from pagedjax.models.families import leaves_of
+from pagedjax.models.generation import read_generation
+from pagedjax.models.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, read_json
 from pagedjax.models.weights import (
     Params,
     ShardingRule,
-    check_tensors,
     numpy_dtype,
     read_params,
     restore_params,
@@ -43,13 +43,17 @@ Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: `params` are the leaves that `abstract_params(config, dtype)` describes."""
+    """A model ready to run: `params` are the leaves that `abstract_params(config, dtype)` describes.
+
+    `config.eos_token_ids` are all ends that its files name; `understood` says where each of them stands.
+    """
 
     name: str
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
     chat_template: str
+    understood: Understood = field(default_factory=Understood)
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,6 @@ NAMED_MODELS = {
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-
-
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_model(
@@ -105,92 +106,73 @@ def load_model(
         source = str(source)
         if source in NAMED_MODELS:
             path = fetch_named(source, cache_dir or user_cache_dir(), report)
-            return load_gguf(path, name=source, dtype=dtype, report=report, sharding=sharding)
+            return _load(describe_gguf(path), source, dtype, report, sharding)
         path = Path(source).expanduser()
         if path.is_dir():
             if (path / _CHECKPOINT).is_file():
                 return load_checkpoint(path, dtype=dtype, sharding=sharding)
-            return load_folder(path, dtype=dtype, report=report, sharding=sharding)
+            return _load(describe_folder(path), path.resolve().name, dtype, report, sharding)
         if path.is_file():
             if path.suffix != ".gguf":
                 raise ModelError(f"{path}: a model file must be .gguf; give a GGUF file or a model folder")
-            return load_gguf(path, name=path.stem, dtype=dtype, report=report, sharding=sharding)
-        if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", source):
+            return _load(describe_gguf(path), path.stem, dtype, report, sharding)
+        if path.suffix == ".gguf" or not _is_hub_id(source):
             raise ModelError(
                 f"model={source!r}: no such file or folder, and not a named model "
                 f"({', '.join(NAMED_MODELS)}) or hub id (owner/name); check the spelling"
             )
-        return load_folder(fetch_hub(source), name=source, dtype=dtype, report=report, sharding=sharding)
+        return _load(describe_folder(fetch_hub(source)), source, dtype, report, sharding)
+
+
+def _is_hub_id(source: str) -> bool:
+    """Whether a name that is no path here can be one on the hub: "models/x" is none where models/ is a folder."""
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", source):
+        return False
+    parent = Path(source).parent
+    if parent.is_dir():
+        raise ModelError(
+            f"model={source!r}: no such folder: {parent}/ is here and does not have it; check the spelling, or go to "
+            "another folder if a hub id is meant"
+        )
+    return True
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-def load_gguf(
-    path: Path,
-    *,
-    name: str,
-    dtype: str = "float32",
-    report: Progress | None = None,
-    sharding: ShardingRule | None = None,
-) -> LoadedModel:
-    """A model from one GGUF file: config, weights, tokenizer and chat template are all inside.
+def describe_model(
+    source: str | Path, *, cache_dir: Path | None = None
+) -> tuple[ModelConfig, Tokenizer, Understood] | None:
+    """What a local model's files say, without reading weights; None where it would have to be fetched first.
 
     Raises:
-        ModelError: The file is damaged, incomplete, or of an architecture or quantisation we lack.
+        ModelError: As `load_model`.
     """
-    file = GgufFile(path)
-    config = config_from_gguf(file.metadata)
-    names = names_for("gguf", config.family)
-    config = replace(config, tie_embeddings=f"{names.lm_head}.weight" not in file.tensors)
-    if _ROPE_FACTORS in file.tensors:  # Llama 3.1 and later: its stretching, worked out pair by pair
-        num_pairs = file.tensors[_ROPE_FACTORS].shape[0]
-        divisors = file.rows(_ROPE_FACTORS, 0, min(num_pairs, 4096)).ravel().tolist()
-        config = replace(config, rope_scaling=RopeScaling("table", 1.0, divisors=tuple(divisors)))
-    tokenizer = tokenizer_from_gguf(file.metadata)
-    params = _read(file, config, "gguf", name, dtype, report, sharding)
-    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
+    source = str(source)
+    path = Path(source).expanduser()
+    if source in NAMED_MODELS:
+        path = named_path(source, cache_dir or user_cache_dir())
+    if path.is_dir():
+        if (path / _CHECKPOINT).is_file():
+            return describe_checkpoint(path)
+        described = describe_folder(path)
+    elif path.is_file():
+        described = describe_gguf(path)
+    else:
+        return None
+    return described.config, described.tokenizer, described.understood
 
 
-def load_folder(
-    folder: Path,
-    *,
-    name: str = "",
-    dtype: str = "float32",
-    report: Progress | None = None,
-    sharding: ShardingRule | None = None,
-) -> LoadedModel:
-    """A model from a Hugging Face folder: config.json, safetensors (one file or sharded), tokenizer.json.
-
-    Raises:
-        ModelError: A file is missing, damaged, or lies outside the folder.
-    """
-    name = name or folder.resolve().name
-    raw = read_json(inside(folder, "config.json"))
-    generation = inside(folder, "generation_config.json")
-    if generation.is_file():  # what transformers stops at, where it says more than the config
-        raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id"}}
-    config = config_from_hf(raw)
-    for extra in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        inside(folder, extra)
-    tokenizer = load_tokenizer(folder, config.eos_token_ids)
-    file = SafetensorsFiles(_safetensors_paths(folder))
-    params = _read(file, config, "hf", name, dtype, report, sharding)
-    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template)
-
-
-def _read(
-    file: TensorFile,
-    config: ModelConfig,
-    file_format: str,
+def _load(
+    described: Described,
     name: str,
     dtype: str,
     report: Progress | None,
     sharding: ShardingRule | None,
-) -> Params:
-    names = names_for(file_format, config.family, file.tensors)
-    leaves = leaves_of(config, names, tied=config.tie_embeddings)
-    check_tensors(file, leaves, names, tied=config.tie_embeddings)
+) -> LoadedModel:
+    """Fill the decoder of a described model."""
+    config = described.config
+    leaves = leaves_of(config, described.names, tied=config.tie_embeddings)
     total = sum(math.prod(leaf.shape) for leaf in leaves) * numpy_dtype(dtype).itemsize
     done = 0
 
@@ -200,56 +182,19 @@ def _read(
         if report:
             report(f"read {name}", done, total)
 
-    return read_params(file, config, names, dtype=dtype, report=advance, sharding=sharding)
-
-
-def _safetensors_paths(folder: Path) -> list[Path]:
-    index = inside(folder, "model.safetensors.index.json")
-    if index.is_file():
-        table = read_json(index).get("weight_map")
-        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
-            raise ModelError(f"{index.name}: weight_map must name a file per tensor; download it again")
-        paths = [inside(folder, name) for name in sorted(set(table.values()))]
-    else:
-        paths = [inside(folder, "model.safetensors")]
-    for path in paths:
-        if not path.is_file():
-            pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
-            hint = f" ({pickled[0]} is a pickle, which is never read)" if pickled else ""
-            raise ModelError(
-                f"{path}: no such file: weights must be safetensors{hint}; save the model with "
-                "save_pretrained(safe_serialization=True)"
-            )
-        if path.suffix != ".safetensors":
-            raise ModelError(f"{path.name}: weights must be .safetensors; pickles are never read")
-    return paths
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The file of that name in a model folder, if it really lies there.
-
-    A hub snapshot is a folder of links into the blobs of its own repository; those are followed. Any other
-    way out of the folder is refused, so that a model cannot have us read files of its choosing.
-
-    Raises:
-        ModelError: The name, or a link under it, leads outside.
-    """
-    root = folder.resolve()
-    path = folder / name
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    real = path.resolve()
-    if not any(real.is_relative_to(a) for a in allowed):
-        raise ModelError(
-            f"{name}: leads to {real}: files must lie in the model folder or its own hub cache; copy the file in"
-        )
-    return path
+    params = read_params(
+        described.file, config, described.names, dtype=dtype, report=advance, sharding=sharding
+    )
+    tokenizer = described.tokenizer
+    return LoadedModel(
+        name, config, params, tokenizer, getattr(tokenizer, "chat_template", ""), described.understood
+    )
 
 
 # ---- orbax -----------------------------------------------------------------------------------------------
 
 _CHECKPOINT, _FORMAT = "pagedjax_model.json", 1
+_FACTS: dict[str, type] = {"format": int, "name": str, "dtype": str, "config": dict, "generation": dict}
 
 
 def convert(
@@ -284,7 +229,13 @@ def convert(
         save_params(folder / "params", loaded.params)
         if isinstance(loaded.tokenizer, HFTokenizer):
             loaded.tokenizer.save(folder)
-        facts = {"format": _FORMAT, "name": loaded.name, "dtype": dtype, "config": loaded.config.to_dict()}
+        facts = {
+            "format": _FORMAT,
+            "name": loaded.name,
+            "dtype": dtype,
+            "config": loaded.config.to_dict(),
+            "generation": _as_generation(loaded.understood.sampling),
+        }
         (folder / _CHECKPOINT).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         os.rename(folder, target)
     return target
@@ -298,19 +249,45 @@ def load_checkpoint(
     Raises:
         ModelError: The folder is incomplete or holds another model than its config says.
     """
+    config, tokenizer, understood = describe_checkpoint(folder)
+    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding)
+    name = str(read_json(folder / _CHECKPOINT).get("name", folder.name))
+    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template, understood)
+
+
+def describe_checkpoint(folder: Path) -> tuple[ModelConfig, HFTokenizer, Understood]:
+    """What a folder that `convert` wrote says, before its weights are read.
+
+    Raises:
+        ModelError: A fact is missing, unknown or of another kind.
+    """
+    where = folder / _CHECKPOINT
     facts = read_json(inside(folder, _CHECKPOINT))
     if facts.get("format") != _FORMAT or not isinstance(facts.get("config"), dict):
         raise ModelError(
-            f"{folder / _CHECKPOINT}: format {facts.get('format')!r}: must be {_FORMAT} with a config; "
-            "convert the model again"
+            f"{where}: format {facts.get('format')!r}: must be {_FORMAT} with a config; convert the model again"
         )
+    for key, value in facts.items():
+        if key not in _FACTS:
+            refuse_key(_CHECKPOINT, key, value, tuple(_FACTS))
+        if type(value) is not _FACTS[key]:
+            raise ModelError(
+                f"{where}: {key}={value!r}: must be {_FACTS[key].__name__}; convert the model again"
+            )
     config = ModelConfig.from_dict(facts["config"])
+    sampling, _ = read_generation(facts.get("generation", {}), config)
     inside(folder, "tokenizer.json")
     tokenizer = load_tokenizer(folder)
-    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding)
-    return LoadedModel(
-        str(facts.get("name", folder.name)), config, params, tokenizer, tokenizer.chat_template
-    )
+    ends = dict.fromkeys(config.eos_token_ids, f"{_CHECKPOINT} eos_token_ids")
+    source = f"{_CHECKPOINT} generation" if sampling else ""
+    return config, tokenizer, Understood("orbax folder", ends, sampling, source, tokenizer.notes)
+
+
+def _as_generation(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` as generation_config.json spells them."""
+    names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
+    out = {names.get(key, key): list(v) if isinstance(v, tuple) else v for key, v in sampling.items()}
+    return out | ({"do_sample": True} if "temperature" in sampling else {})
 
 
 # ---- fetching --------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         # Turns a pair makes over the original length: many turns stay, few are divided, between is blended.
         turns = scaling.original_len * freq / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(float)
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return freq * keep + freq / scaling.factor * (1 - keep), 1.0
 
     def pair_of(turns: float) -> float:
@@ -123,7 +123,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    ramp = (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+    ramp = (np.arange(head_dim // 2) - first) / (last - first or 1e-3)
     keep = 1 - np.clip(ramp, 0.0, 1.0)
     attention = scaling.attention_factor or (
         0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0

@@ -1,20 +1,15 @@
-"""Text to token ids and back: a byte tokenizer, and `tokenizers` models from tokenizer.json or GGUF metadata.
-
-Chat templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox: they can
-format messages and nothing else.
-"""
+"""Text to token ids and back: a byte tokenizer, and `tokenizers` models with the facts that lie around them."""
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pagedjax.models.chat import Message, plain_messages, render_chat
 from pagedjax.models.config import ModelError
-
-Message = Mapping[str, Any]
+from pagedjax.models.config_keys import refuse_key
 
 
 class Tokenizer(Protocol):
@@ -36,8 +31,22 @@ class Tokenizer(Protocol):
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         ...
 
-    def apply_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Messages as one prompt text, special tokens spelled out: encode it with add_special=False."""
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages as one prompt text, special tokens spelled out: encode it with add_special=False.
+
+        Args:
+            messages: {"role", "content"} each.
+            add_generation_prompt: End where the assistant begins to speak.
+            template: Jinja source instead of the model's own.
+            variables: What else the template asks for.
+        """
         ...
 
 
@@ -64,9 +73,22 @@ class ByteTokenizer:
         """Text of the bytes; start and end have no text of their own."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def apply_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """One line per message, `role: content`."""
-        lines = [f"{m['role']}: {m['content']}\n" for m in messages]
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """One line per message, `role: content`, or what a template makes of them."""
+        if template is not None:
+            return render_chat(
+                template, messages, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+        if variables:
+            raise ValueError(f"template argument {next(iter(variables))!r}: this tokenizer has no template")
+        lines = [f"{m['role']}: {m['content']}\n" for m in plain_messages(messages)]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
 
@@ -74,10 +96,13 @@ class HFTokenizer:
     """A `tokenizers.Tokenizer` with the facts that lie outside it.
 
     Args:
-        tokenizer: The `tokenizers` object.
-        bos_token_id, eos_token_ids: Start of text and any of its ends.
+        tokenizer: The `tokenizers` object. Its truncation and padding, left from training, are switched off.
+        bos_token_id: Start of text, or None.
+        eos_token_ids: Any of its ends, or a mapping from each to where the files say so.
         add_bos: Put the start token in front by hand, because the tokenizer's post-processor does not.
         chat_template: Jinja source; "" where the model has none.
+        special: Texts that templates know by name (pad_token, unk_token); bos_token and eos_token are added.
+        notes: Where its files disagree, and who was followed.
     """
 
     def __init__(
@@ -85,15 +110,22 @@ class HFTokenizer:
         tokenizer: Any,
         *,
         bos_token_id: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
+        eos_token_ids: Sequence[int] | Mapping[int, str] = (),
         add_bos: bool = False,
         chat_template: str = "",
+        special: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_sources = dict(eos_token_ids) if isinstance(eos_token_ids, Mapping) else {}
         self.add_bos = add_bos
         self.chat_template = chat_template
+        self.special = dict(special or {})
+        self.notes = tuple(notes)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -107,20 +139,36 @@ class HFTokenizer:
         """Text of token ids, without special tokens unless asked for."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
-    def apply_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Messages through the model's chat template.
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages through the model's chat template, or another.
 
         Raises:
-            ValueError: The model has no template, or the template refuses the messages.
+            ValueError: There is no template, it refuses the messages, or it does not use a variable.
         """
-        if not self.chat_template:
-            raise ValueError("chat: this model has no chat template; use generate with a plain prompt")
+        template = self.chat_template if template is None else template
+        if not template:
+            raise ValueError(
+                "chat: this model has no chat template; give one (model.chat_template), or complete plain text "
+                "(--raw, LLM.generate)"
+            )
+        ends = self.eos_token_ids
+        named = {
+            "bos_token": self.spell(self.bos_token_id),
+            "eos_token": self.spell(ends[0] if ends else None),
+        }
         return render_chat(
-            self.chat_template,
+            template,
             messages,
             add_generation_prompt=add_generation_prompt,
-            bos_token=self._spell(self.bos_token_id),
-            eos_token=self._spell(self.eos_token_ids[0] if self.eos_token_ids else None),
+            special={**named, **self.special},
+            variables=variables,
         )
 
     def save(self, path: Path) -> None:
@@ -131,79 +179,110 @@ class HFTokenizer:
             "eos_token_ids": list(self.eos_token_ids),
             "add_bos": self.add_bos,
             "chat_template": self.chat_template,
+            "special": self.special,
         }
-        (path / "pagedjax_tokenizer.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        (path / OWN_FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
-    def _spell(self, token: int | None) -> str:
+    def to_json(self) -> str:
+        """The `tokenizers` object as text: equal where two tokenizers split and number texts alike."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def spell(self, token: int | None) -> str:
+        """Text of one token, "" where there is none."""
         return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    bos_token: str = "",
-    eos_token: str = "",
-) -> str:
-    """Run a chat template in Jinja's immutable sandbox.
-
-    Raises:
-        ValueError: The template does not compile or refuses the messages.
-    """
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    class Generation(Extension):
-        """{% generation %} marks the assistant's part for training; here its body is plain text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return env.from_string(template).render(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            bos_token=bos_token,
-            eos_token=eos_token,
-        )
-    except (jinja2.TemplateError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"chat template: {error}: check the messages (role and content each)") from error
-
-
 # ---- from a Hugging Face folder --------------------------------------------------------------------------
+
+OWN_FACTS = "pagedjax_tokenizer.json"
+
+# tokenizer_config.json: what is read, and what changes nothing here.
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_READ = (
+    *_TOKENS,
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "split_special_tokens",
+    "chat_template",
+)
+_NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "model_max_length",
+            "max_length",
+            "padding_side",
+            "truncation_side",
+            "truncation_strategy",
+            "truncation",
+            "padding",
+            "stride",
+            "pad_to_multiple_of",
+            "pad_token_type_id",
+            "model_input_names",
+            "return_token_type_ids",
+        ),
+        "texts are neither cut nor padded here",
+    ),
+    **dict.fromkeys(
+        (
+            "tokenizer_class",
+            "name_or_path",
+            "special_tokens_map_file",
+            "tokenizer_file",
+            "vocab_file",
+            "merges_file",
+            "auto_map",
+            "processor_class",
+            "backend",
+            "is_local",
+            "local_files_only",
+            "init_inputs",
+            "trust_remote_code",
+            "use_fast",
+            "from_slow",
+            "legacy",
+            "sp_model_kwargs",
+            "add_dummy_prefix_space",
+            "model_type",
+            "transformers_version",
+            "chat_template_file",
+        ),
+        "how the tokenizer was made; tokenizer.json is what came out",
+    ),
+    **dict.fromkeys(
+        ("use_default_system_prompt", "response_schema"), "helpers around the template, not the template"
+    ),
+    # Joined token by token, as a stream must be, text cannot be cleaned afterwards; vLLM does not either.
+    "clean_up_tokenization_spaces": "decoding is by token",
+    "spaces_between_special_tokens": "decoding is by token",
+    "errors": "bytes that are no UTF-8 become U+FFFD",
+}
 
 
 def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
     """One JSON object from a file.
 
     Raises:
-        ModelError: The file is not there, too long, or not an object.
+        ModelError: The file is not there, too long, not an object, or gives a key twice.
     """
     try:
         with open(path, "rb") as file:
             raw = file.read(limit + 1)
         if len(raw) > limit:
             raise ModelError(f"{path.name}: over {limit} bytes: must be a small JSON file; check the folder")
-        value = json.loads(raw.decode("utf-8"))
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_twins)
     except OSError as error:
         raise ModelError(
             f"{path}: {error.strerror}: the model folder needs this file; check the path"
         ) from error
     except (ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
         raise ModelError(
             f"{path.name}: {str(error)[:80]}: must be a JSON object; download it again"
         ) from error
@@ -212,223 +291,284 @@ def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
     return value
 
 
-def load_tokenizer(folder: Path, eos_token_ids: tuple[int, ...] = ()) -> HFTokenizer:
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"key {twice[:40]!r} twice")
+    return out
+
+
+def load_tokenizer(folder: Path, eos_sources: Mapping[int, str] | None = None) -> HFTokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json with tokenizer_config.json where present.
 
     Args:
         folder: Holds tokenizer.json.
-        eos_token_ids: The model config's, joined with the tokenizer's own.
+        eos_sources: Ends of text that the model's other files name → where; joined with the tokenizer's own.
 
     Raises:
-        ModelError: A file is missing or not readable as what it should be.
+        ModelError: A file is missing, not readable as what it should be, or says what another denies.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{path}: no such file: a model folder needs tokenizer.json; save it with the model")
-    tokenizer = _parse_tokenizer(path.read_bytes(), path.name)
-    own = folder / "pagedjax_tokenizer.json"
+    own = folder / OWN_FACTS
     if own.is_file():
-        facts = read_json(own)
-        return HFTokenizer(
-            tokenizer,
-            bos_token_id=facts.get("bos_token_id"),
-            eos_token_ids=tuple(facts.get("eos_token_ids", ())),
-            add_bos=bool(facts.get("add_bos", False)),
-            chat_template=str(facts.get("chat_template", "")),
-        )
-    config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        return _from_own_facts(_parse_tokenizer(path), read_json(own))
+    config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    template = template_path.read_text("utf-8") if template_path.is_file() else config.get("chat_template")
-    eos = _token_id(tokenizer, config.get("eos_token"))
+    for key, value in config.items():
+        if value is not None and key not in _READ and key not in _NO_EFFECT and not _is_extra(key, value):
+            refuse_key(config_path.name, key, value, _READ)
+    tokenizer = _parse_tokenizer(path)
+    notes: list[str] = []
+    special = _special_tokens(folder, config, tokenizer)
+    _check_added(folder, config, tokenizer)
+    _check_switches(config, tokenizer, special.get("bos_token"), notes)
+    eos = _token_id(tokenizer, special.get("eos_token"))
+    ends = {} if eos is None else {eos: "tokenizer_config.json eos_token"}
+    for token, where in (eos_sources or {}).items():
+        ends[token] = f"{ends[token]}, {where}" if token in ends else where
     return HFTokenizer(
         tokenizer,
-        bos_token_id=_token_id(tokenizer, config.get("bos_token")),
-        eos_token_ids=tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids])),
-        chat_template=_template_text(template),
+        bos_token_id=_token_id(tokenizer, special.get("bos_token")),
+        eos_token_ids=ends,
+        chat_template=_template(folder, config, notes),
+        special={name: text for name, text in special.items() if name not in ("bos_token", "eos_token")},
+        notes=notes,
     )
 
 
-def _parse_tokenizer(raw: bytes, name: str) -> Any:
+def _is_extra(key: str, value: Any) -> bool:
+    """A special token under a name of the model's own, as image_token is."""
+    return key.endswith("_token") and isinstance(value, (str, dict))
+
+
+def _from_own_facts(tokenizer: Any, facts: dict[str, Any]) -> HFTokenizer:
+    """A tokenizer that `HFTokenizer.save` wrote."""
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    kinds = {
+        "bos_token_id": int,
+        "eos_token_ids": list,
+        "add_bos": bool,
+        "chat_template": str,
+        "special": dict,
+    }
+    for key, value in facts.items():
+        if key not in kinds:
+            refuse_key(OWN_FACTS, key, value, tuple(kinds))
+        if type(value) is not kinds[key] and not (key == "bos_token_id" and value is None):
+            raise ModelError(f"{OWN_FACTS}: {key}={value!r}: must be {kinds[key].__name__}; convert again")
+    bos, ends = facts.get("bos_token_id"), facts.get("eos_token_ids", [])
+    if any(type(i) is not int or not 0 <= i < size for i in (*ends, *(() if bos is None else (bos,)))):
+        raise ModelError(f"{OWN_FACTS}: bos_token_id, eos_token_ids: must be below {size}; convert again")
+    special = facts.get("special", {})
+    if not all(isinstance(text, str) for text in special.values()):
+        raise ModelError(f"{OWN_FACTS}: special: must be texts by name; convert again")
+    return HFTokenizer(
+        tokenizer,
+        bos_token_id=bos,
+        eos_token_ids=dict.fromkeys(ends, OWN_FACTS),
+        add_bos=facts.get("add_bos", False),
+        chat_template=facts.get("chat_template", ""),
+        special=special,
+    )
+
+
+_TOP = (
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+)
+# Spellings of older files that the library reads and writes otherwise.
+_LEGACY = {"Metaspace": ("add_prefix_space", "str_rep"), "Punctuation": ("behavior",)}
+
+
+def _parse_tokenizer(path: Path) -> Any:
     from tokenizers import Tokenizer as RustTokenizer
 
+    facts = read_json(path)
+    for key, value in facts.items():
+        if key not in _TOP and value is not None:
+            refuse_key(path.name, key, value, _TOP)
     try:
-        return RustTokenizer.from_buffer(raw)
+        tokenizer = RustTokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
         raise ModelError(
-            f"{name}: {_first_line(error)}: must be a `tokenizers` file; download it again"
+            f"{path.name}: {first_line(error)}: must be a `tokenizers` file; download it again"
         ) from error
+    # The library passes over keys that it does not know: what it read must be all there was.
+    kept = json.loads(tokenizer.to_str())
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model"):
+        _check_kept(path.name, part, facts.get(part), kept.get(part))
+    return tokenizer
 
 
-def _first_line(error: Exception) -> str:
+def _check_kept(name: str, where: str, given: Any, kept: Any) -> None:
+    """Refuse a key of tokenizer.json that the library did not take in."""
+    if isinstance(given, dict):
+        if not isinstance(kept, dict):
+            raise ModelError(f"{name}: {where}: the tokenizers library does not know it; update tokenizers")
+        for key, value in given.items():
+            if where == "model" and key in ("vocab", "merges"):
+                continue
+            if key not in kept and value is not None:
+                if key in _LEGACY.get(str(given.get("type")), ()):
+                    continue
+                refuse_key(f"{name}: {where}", key, value, tuple(kept))
+            _check_kept(name, f"{where}.{key}", value, kept.get(key))
+    elif isinstance(given, list) and isinstance(kept, list):
+        for at, (value, other) in enumerate(zip(given, kept)):
+            _check_kept(name, f"{where}[{at}]", value, other)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of another library, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
-def _token_id(tokenizer: Any, token: Any) -> int | None:
-    """Id of a token given as text or as {"content": text}."""
+def _text(token: Any) -> str | None:
+    """Text of a token given as such or as {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return text if isinstance(text, str) else None
 
 
-def _template_text(template: Any) -> str:
-    """Jinja source; of several named ones the one called default."""
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else ""
+def _token_id(tokenizer: Any, text: str | None) -> int | None:
+    return None if text is None else tokenizer.token_to_id(text)
 
 
-# ---- from GGUF metadata ----------------------------------------------------------------------------------
+def _special_tokens(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+    """Texts of bos_token, eos_token and so on, from tokenizer_config.json or special_tokens_map.json."""
+    path = folder / "special_tokens_map.json"
+    extra = read_json(path) if path.is_file() else {}
+    found = {}
+    for name in {*_TOKENS, *(key for key, value in config.items() if _is_extra(key, value))}:
+        ours, theirs = config.get(name), extra.get(name)
+        for where, value in (("tokenizer_config.json", ours), (path.name, theirs)):
+            if value is not None and _text(value) is None:
+                raise ModelError(f"{where}: {name}={value!r}: must be a token's text; download it again")
+        if ours is not None and theirs is not None and _text(ours) != _text(theirs):
+            raise ModelError(
+                f"tokenizer_config.json: {name}={_text(ours)!r}, but {path.name} says {_text(theirs)!r}: must be "
+                "equal; remove one"
+            )
+        text = _text(theirs if ours is None else ours)
+        if text is not None:
+            if name in ("bos_token", "eos_token") and text and tokenizer.token_to_id(text) is None:
+                raise ModelError(
+                    f"tokenizer_config.json: {name}={text!r}: is no token of tokenizer.json; the files belong to "
+                    "different models"
+                )
+            found[name] = text
+    return found
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+def _check_added(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> None:
+    """Tokens that other files add must be tokenizer.json's own, under the same ids."""
+    path = folder / "added_tokens.json"
+    listed_there = read_json(path) if path.is_file() else {}
+    added: list[tuple[str, str | None, Any]] = [(path.name, text, i) for text, i in listed_there.items()]
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise ModelError(f"tokenizer_config.json: added_tokens_decoder={listed!r}: must be a table of tokens")
+    for key, token in listed.items():
+        added.append(
+            (
+                "tokenizer_config.json: added_tokens_decoder",
+                _text(token),
+                int(key) if key.isdecimal() else key,
+            )
+        )
+    for where, text, i in added:
+        if text is None or type(i) is not int or tokenizer.token_to_id(text) != i:
+            raise ModelError(
+                f"{where}: {text!r} has id {i!r}: tokenizer.json gives it "
+                f"{None if text is None else tokenizer.token_to_id(text)}; the files belong to different models"
+            )
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> HFTokenizer:
-    """Rebuild the tokenizer that a GGUF file carries in its metadata.
+def _check_switches(
+    config: Mapping[str, Any], tokenizer: Any, bos_token: str | None, notes: list[str]
+) -> None:
+    """Switches of tokenizer_config.json against what tokenizer.json does."""
+    for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"):
+        if not isinstance(config.get(name), bool | None):
+            raise ModelError(f"tokenizer_config.json: {name}={config[name]!r}: must be true or false")
+    if config.get("add_eos_token"):
+        raise ModelError(
+            "tokenizer_config.json: add_eos_token=True: a prompt that ends is not continued; set it to false"
+        )
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+    bos, wanted = _token_id(tokenizer, bos_token), config.get("add_bos_token")
+    starts = bos is not None and tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
+    if wanted is not None and wanted is not starts:
+        notes.append(
+            f"tokenizer_config.json: add_bos_token={wanted}, but tokenizer.json {'puts' if starts else 'does not put'} "
+            "the start token in front: tokenizer.json is followed, as transformers 5 does"
+        )
+    prefixes = _adds_prefix_space(json.loads(tokenizer.to_str()))
+    if config.get("add_prefix_space") is not None and prefixes not in (None, config["add_prefix_space"]):
+        raise ModelError(
+            f"tokenizer_config.json: add_prefix_space={config['add_prefix_space']}, but tokenizer.json says "
+            f"{prefixes}: must be equal; remove the key where tokenizer.json is right"
+        )
+
+
+def _adds_prefix_space(facts: dict[str, Any]) -> bool | None:
+    """Whether tokenizer.json puts a space in front of a text; None where it has no part that could."""
+    parts: list[Any] = [facts.get("normalizer"), facts.get("pre_tokenizer")]
+    for part in parts:
+        if isinstance(part, dict):
+            parts += [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+    answers = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "ByteLevel":
+            answers.append(bool(part.get("add_prefix_space")))
+        elif kind == "Metaspace":
+            answers.append(part.get("prepend_scheme") != "never")
+        elif kind == "Prepend":
+            answers.append(True)
+    return any(answers) if answers else None
+
+
+def _template(folder: Path, config: Mapping[str, Any], notes: list[str]) -> str:
+    """The chat template: chat_template.jinja before tokenizer_config.json, as transformers has it."""
+    path, inner = folder / "chat_template.jinja", config.get("chat_template")
+    text = template_text(inner, "tokenizer_config.json: chat_template")
+    if not path.is_file():
+        return text
+    try:
+        outer = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(f"{path.name}: is not UTF-8 text; download it again") from None
+    if text and text != outer:
+        notes.append(
+            f"tokenizer_config.json: chat_template differs from {path.name}: the file is followed, as "
+            "transformers does"
+        )
+    return outer
+
+
+def template_text(template: Any, where: str) -> str:
+    """Jinja source; of several named ones the one called default.
 
     Raises:
-        ModelError: The metadata has none, or one of a kind we do not rebuild.
+        ModelError: It is neither text nor a list of named texts.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        if len(named) != len(template) or not all(isinstance(t, str) for t in named.values()):
+            raise ModelError(f"{where}: must be a text, or a list of name and template each")
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
         raise ModelError(
-            "tokenizer.ggml.tokens: must list the vocabulary; this GGUF file carries no tokenizer"
+            f"{where}={str(template)[:60]!r}: must be a text, or a list of name and template each"
         )
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise ModelError("tokenizer.ggml.tokens: a token comes twice; download the file again")
-    if model == "gpt2":
-        tokenizer = _byte_level(metadata, vocab)
-    elif model == "llama":
-        tokenizer = _sentence_pieces(metadata, vocab)
-    else:
-        raise ModelError(
-            f"tokenizer.ggml.model={model!r}: can rebuild gpt2 and llama; use a folder with tokenizer.json"
-        )
-    _mark_special(tokenizer, metadata, tokens)
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
-    for key, value in ids.items():
-        if value is not None and not (type(value) is int and 0 <= value < len(tokens)):
-            raise ModelError(f"tokenizer.ggml.{key}_token_id={value!r}: must be an id below {len(tokens)}")
-    ends = [ids[key] for key in ("eos", "eot", "eom") if ids[key] is not None]
-    return HFTokenizer(
-        tokenizer,
-        bos_token_id=ids["bos"],
-        eos_token_ids=tuple(dict.fromkeys(e for e in ends if e is not None)),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2")),
-        chat_template=_template_text(metadata.get("tokenizer.chat_template")),
-    )
-
-
-def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Any:
-    """Byte-level BPE: what to split before merging goes by the name in tokenizer.ggml.pre."""
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as RustTokenizer
-
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ModelError("tokenizer.ggml.merges: a gpt2 vocabulary needs its merges; download the file again")
-    cut = [m.partition(" ") for m in merges if isinstance(m, str)]
-    pairs = [(left, right) for left, space, right in cut if space]
-    if len(pairs) != len(merges):
-        raise ModelError(
-            "tokenizer.ggml.merges: each must be two tokens with a space between; check the file"
-        )
-    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    splits: dict[str, Any] = {
-        "default": byte_level,
-        "gpt-2": byte_level,
-        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
-        "llama-bpe": pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), plain_bytes]
-        ),
-        "qwen2": pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), plain_bytes]
-        ),
-    }
-    splits["llama3"] = splits["llama-v3"] = splits["llama-bpe"]
-    if pre not in splits:
-        raise ModelError(
-            f"tokenizer.ggml.pre={pre!r}: must be one of {', '.join(splits)}; use tokenizer.json"
-        )
-    whole_words = splits[pre] is splits["llama-bpe"]
-    try:
-        tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words))
-    except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
-        raise ModelError(
-            f"tokenizer.ggml.merges: {_first_line(error)}: must be made of the tokens"
-        ) from error
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splits[pre]
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _one_per_token(metadata: Mapping[str, Any], key: str, kind: Any, vocab: dict[str, int]) -> list[Any]:
-    values = metadata.get(f"tokenizer.ggml.{key}")
-    if (
-        not isinstance(values, list)
-        or len(values) != len(vocab)
-        or not all(isinstance(v, kind) and v == v for v in values)
-    ):
-        raise ModelError(f"tokenizer.ggml.{key}: must be one number per token; download the file again")
-    return values
-
-
-def _sentence_pieces(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Any:
-    """SentencePiece BPE as merges: any two pieces whose join is a piece, best-scored join first."""
-    from tokenizers import Tokenizer as RustTokenizer
-    from tokenizers import decoders, models, normalizers
-
-    scores = _one_per_token(metadata, "scores", (int, float), vocab)
-    kinds = _one_per_token(metadata, "token_type", int, vocab)
-    joins = []
-    for piece, i in vocab.items():
-        if kinds[i] != _NORMAL:
-            continue
-        for cut in range(1, len(piece)):
-            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-            if left is not None and right is not None:
-                joins.append((-scores[i], i, left, right, piece[:cut], piece[cut:]))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    names = list(vocab)
-    if type(unknown) is not int or not 0 <= unknown < len(names):
-        raise ModelError(f"tokenizer.ggml.unknown_token_id={unknown!r}: must be an id below {len(names)}")
-    tokenizer = RustTokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(left, right) for *_, left, right in sorted(joins)],
-            unk_token=names[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    spaces = [normalizers.Prepend("\u2581")] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "\u2581")])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return tokenizer
-
-
-def _mark_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Control tokens are special (left out of text); user-defined ones are only never split."""
-    from tokenizers import AddedToken
-
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
-    if not isinstance(kinds, list) or (kinds and len(kinds) != len(tokens)):
-        raise ModelError("tokenizer.ggml.token_type: must have one entry per token; download the file again")
-    special = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds) if k == _CONTROL]
-    plain = [
-        AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, kinds) if k == _USER_DEFINED
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+    return template or ""

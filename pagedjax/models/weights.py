@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -157,7 +158,8 @@ def restore_params(
     params: Params = {}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            _same_tree(path, wanted, dict(flat(checkpointer.metadata(path.absolute()).item_metadata.tree)))
+            stored = checkpointer.metadata(path.absolute()).item_metadata.tree
+            _same_tree(path, wanted, dict(flat(stored)))
             # One layer at a time: restored at once, all leaves' read buffers would be alive together.
             for key, subtree in target.items():
                 if config.tie_embeddings and key == _HEAD[0]:
@@ -171,10 +173,22 @@ def restore_params(
     except Exception as error:  # damaged files surface as almost any type from the storage library
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
+    _check_restored(params, dict(flat(stored)), numpy_dtype(dtype))
     if config.tie_embeddings:
         where = target[_HEAD[0]][_HEAD[1]].sharding
         set_leaf(params, _HEAD, jax.device_put(params["embed"], where))
     return params
+
+
+def _check_restored(params: Params, stored: dict[str, Any], dtype: np.dtype) -> None:
+    """Refuse leaves that a cast to a narrower dtype made infinite, or that never were finite."""
+    for name, leaf in flat(params):
+        if not bool(jnp.isfinite(leaf).all()):
+            kind = np.dtype(stored[name].dtype)
+            remedy = "convert the model again" if kind == dtype else f"it is stored as {kind}; use that dtype"
+            raise ModelError(
+                f"{name} holds values that are not finite in {dtype.name}: weights must be; {remedy}"
+            )
 
 
 def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -237,8 +251,22 @@ def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf, strip_bytes: int) -> No
                     f"{part.name!r} holds values that are not finite numbers: weights must be; "
                     "the file is damaged, download it again"
                 )
+            _check_fits(part.name, rows, part.add, out.dtype)
             _fill_strip(target, rows, part, start, stop)
         at += height
+
+
+def _check_fits(name: str, rows: np.ndarray, add: float, dtype: np.dtype) -> None:
+    """Refuse finite values that are infinite in the dtype they are held in."""
+    if dtype.itemsize >= rows.dtype.itemsize and dtype != np.float16 and not add:
+        return
+    with np.errstate(over="ignore"):
+        most = (np.abs(rows).max() + np.float64(abs(add))).astype(dtype) if rows.size else np.zeros((), dtype)
+    if not np.isfinite(most):
+        raise ModelError(
+            f"{name!r} holds values up to {float(np.abs(rows).max()):.3g}: {dtype.name} ends below; use float32 or "
+            "bfloat16"
+        )
 
 
 def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:

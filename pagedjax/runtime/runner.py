@@ -88,6 +88,7 @@ class JaxRunner:
         windows = _windows(model, self.layouts)
         self.pool_blocks = tuple(layout.num_blocks for layout in self.layouts)
         self.block_size = self.layout.block_size
+        self.vocab_size: int | None = model.vocab_size
         self.buckets = buckets or Buckets(config)
         self.pools: tuple[KVPool, ...] = tuple(make_pool(layout) for layout in self.layouts)
         self.copies = BlockCopies(self.layouts, host_blocks)

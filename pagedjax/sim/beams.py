@@ -92,6 +92,7 @@ class RecordedBeams:
 
     def __init__(self, runner: Runner) -> None:
         self.pool_blocks = runner.pool_blocks
+        self.vocab_size = runner.vocab_size
         self.block_size = runner.block_size
         self.block_bytes = runner.block_bytes
         self.sampling: dict[str, SamplingParams] = {}

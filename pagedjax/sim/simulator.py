@@ -72,6 +72,7 @@ class SimRunner:
     ) -> None:
         self.pool_blocks = pool_blocks
         self.block_size = block_size
+        self.vocab_size: int | None = None
         self._step_s = step_s
         self._clock = clock
         self._answers = answers

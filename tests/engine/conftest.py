@@ -49,6 +49,7 @@ class ToyRunner:
         self.manager = manager
         self.pool_blocks = manager.pool_blocks
         self.block_size = manager.block_size
+        self.vocab_size = None
         self.pool = np.full((manager.num_blocks, manager.block_size), UNWRITTEN, np.int64)
         self.host = np.full((manager.host_blocks, manager.block_size), UNWRITTEN, np.int64)
         self.block_bytes = (1000,)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pagedjax.models.family_configs import config_from_gguf
 from pagedjax.models.formats import GgufFile
+from pagedjax.models.gguf_configs import config_from_gguf
+from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
 from pagedjax.models.hub import named_path
-from pagedjax.models.tokenizer import tokenizer_from_gguf
 from pagedjax.paths import user_cache_dir
 
 pytestmark = pytest.mark.smollm
@@ -30,7 +30,7 @@ def test_shapes_and_types(file):
 
 def test_tokens_and_chat(file):
     tok = tokenizer_from_gguf(file.metadata)
-    assert tok.vocab_size == 49152 and tok.eos_token_ids == (2,)
+    assert tok.vocab_size == 49152 and tok.eos_token_ids == (2, 0, 4)  # the last two by their text
     for text in ("The capital of France is Paris.", "x = 12345\n", "naïve café 東京 🙂", ""):
         ids = tok.encode(text)
         assert tok.decode(ids) == text and all(i > 16 for i in ids)  # no start token: the file says so

@@ -9,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from pagedjax.models.chat import render_chat
 from pagedjax.models.config import ModelError
-from pagedjax.models.tokenizer import (
-    ByteTokenizer,
-    HFTokenizer,
-    load_tokenizer,
-    read_json,
-    render_chat,
-    tokenizer_from_gguf,
-)
+from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
+from pagedjax.models.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, read_json
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CONTROL = ["<|im_start|>", "<|im_end|>"]
@@ -119,7 +114,7 @@ def folder(tmp_path):
 
 
 def test_folder(folder):
-    tok = load_tokenizer(folder, eos_token_ids=(7,))
+    tok = load_tokenizer(folder, {7: "elsewhere"})
     assert tok.encode("a")[0] == 0 and len(tok.encode("a")) == 2
     assert tok.encode("a", add_special=False) == tok.encode("a")[1:]
     assert tok.eos_token_ids == (1, 7)

@@ -29,6 +29,7 @@ _COMMON = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+_GATED_ONLY = ("intermediate_size", "num_key_value_heads", "rms_norm_eps")  # GPT-2 and OPT know none of them
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 
 # Each row: model_type and what differs from the common sizes.
@@ -113,7 +114,8 @@ def _build(torch, name):
     from pagedjax.testing import seeded_tensors
 
     kind, changes = FAMILIES[name]
-    config = AutoConfig.for_model(kind, **(_COMMON | changes))
+    common = {k: v for k, v in _COMMON.items() if kind not in ("gpt2", "opt") or k not in _GATED_ONLY}
+    config = AutoConfig.for_model(kind, **(common | changes))
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}

@@ -101,7 +101,7 @@ def test_what_is_no_prompt_is_refused(make_llm):
             llm.generate(prompts)
     with pytest.raises(ValueError, match="surrogates"):
         llm.generate("\ud800")
-    for sampling in (None, {"n": 1}, [None]):
+    for sampling in ({"n": 1}, [None]):
         with pytest.raises(ValueError, match="must be SamplingParams"):
             llm.generate("x", sampling)
     with pytest.raises(ValueError, match="vocabulary"):
@@ -143,3 +143,74 @@ def test_a_prompt_that_cannot_be_added_leaves_none_behind(make_llm, monkeypatch)
     with pytest.raises(ValueError, match="no more"):
         llm.generate([[5, 6, 7], [5, 6, 8]])
     assert added and not llm.engine.has_work
+
+
+def test_B125_F043_no_entrance_takes_ids_that_the_embedding_lacks(make_llm, tmp_path):
+    """Text, ids, chat, stream, save_cache and the engine itself; nothing is left behind."""
+    llm = make_llm()
+    whole = llm.tokenizer.encode
+
+    class Added:
+        """The tokenizer with a token behind the last row of the embedding."""
+
+        def __getattr__(self, name):
+            return getattr(make_llm.tokenizer, name)
+
+        def encode(self, text, add_special=True):
+            ids = []
+            for part in text.split("<tool>"):
+                ids += [*whole(part, add_special=False), 261]
+            return ids[:-1]
+
+    make_llm.tokenizer, llm.tokenizer = llm.tokenizer, Added()
+    message = [{"role": "user", "content": "a<tool>b"}]
+    for enter in (
+        lambda: llm.generate("a<tool>b"),
+        lambda: llm.generate([[1, 2, 261]]),
+        lambda: llm.chat(message, template="{{ messages[0]['content'] }}"),
+        lambda: llm.stream("a<tool>b"),
+        lambda: llm.save_cache(tmp_path / "warm", "a<tool>b"),
+        lambda: llm.engine.add([1, 2, 261]),
+        lambda: llm.engine.add(np.array([1, 2, 261])),
+        lambda: llm.engine.check([1, 2, 261], SamplingParams()),
+    ):
+        with pytest.raises(ValueError, match=r"prompt token \d+ is (np.int64\()?261.*vocabulary"):
+            enter()
+    assert not llm.engine.has_work and not (tmp_path / "warm").exists()
+    assert llm.generate("ab", SamplingParams(max_tokens=1))[0].num_prompt_tokens == 2
+
+
+def test_B171_arguments_and_templates_reach_the_prompt(make_llm, tmp_path):
+    llm = make_llm()
+    message = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    template = "{{ messages[0]['content'] }}{% if enable_thinking %}!{% endif %}"
+    for on, prompt in ((True, "x!"), (False, "x")):
+        args = dict(template=template, template_args={"enable_thinking": on})
+        assert llm.encode_chat(message, **args) == llm.tokenizer.encode(prompt, add_special=False)
+        (output,) = llm.chat(message, SamplingParams(max_tokens=1), **args)
+        assert output.num_prompt_tokens == len(prompt)
+    with pytest.raises(ValueError, match=r"template argument 'thinking'.*it uses enable_thinking"):
+        llm.chat(message, template=template, template_args={"thinking": True})
+    (tmp_path / "own.jinja").write_text(template)
+    from pagedjax.llm import _read_template
+
+    llm.chat_template = _read_template(str(tmp_path / "own.jinja"))
+    assert llm.encode_chat(message) == llm.tokenizer.encode("x", add_special=False)
+    with pytest.raises(ValueError, match=r"model\.chat_template=.*gone"):
+        _read_template(str(tmp_path / "gone.jinja"))
+
+
+def test_the_models_own_sampling_counts_where_a_request_gives_none(make_llm):
+    from pagedjax.models.describe import Understood
+
+    llm = make_llm()
+    own = dict(temperature=0.9, top_p=0.5, max_tokens=3, repetition_penalty=1.2)
+    llm.understood = Understood(sampling=own, sampling_source="generation_config.json")
+    assert llm.default_sampling() == SamplingParams(**own)
+    assert llm.default_sampling(temperature=0.0, n=2) == SamplingParams(**own | dict(temperature=0.0, n=2))
+    assert llm.default_sampling(beam_width=2).temperature == 0.0
+    assert len(llm.generate([[1, 2, 3]])[0].outputs[0].token_ids) <= 3
+    assert (
+        len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids)
+        == 5
+    )

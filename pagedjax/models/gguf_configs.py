@@ -1,0 +1,188 @@
+"""What the metadata of a GGUF file says of a model: → `ModelConfig`.
+
+One row of `ARCHITECTURES` per general.architecture. A key of the architecture's own that no row reads is refused,
+as in `family_configs`; what stands under `general.` and `tokenizer.` is named in tables of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config_keys import Reader, refuse_key
+
+WHERE = "GGUF metadata"
+
+# Under general.: what a file says about itself. Only these of them change what is computed.
+_GENERAL = ("general.architecture", "general.alignment", "general.type")
+# general.sampling.* are read by `generation`; everything else is about authors, licences and files.
+_ABOUT = re.compile(
+    r"general\.(name|author|version|organization|description|finetune|basename|size_label|quantized_by|license(\..*)?"
+    r"|url|doi|uuid|repo_url|file_type|quantization_version|source\..*|base_model\..*|dataset\..*|datasets|tags"
+    r"|languages|sampling\..*|repo|model_card.*)"
+)
+# Other tools' notes: what the quantiser measured, how a file was split, copies of other formats.
+_NOTES = re.compile(r"quantize\.imatrix\..*|imatrix\..*|split\.(no|count|tensors\.count)")
+
+_SCALING = "rope.scaling."
+_COMMON = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    f"{_SCALING}type",
+    f"{_SCALING}factor",
+    f"{_SCALING}attn_factor",
+    f"{_SCALING}original_context_length",
+    f"{_SCALING}yarn_beta_fast",
+    f"{_SCALING}yarn_beta_slow",
+    f"{_SCALING}yarn_ext_factor",
+    f"{_SCALING}yarn_attn_factor",
+    f"{_SCALING}yarn_log_multiplier",
+    "vocab_size",
+    "expert_count",
+    "expert_used_count",
+    "attention.causal",
+    "attention.sliding_window",
+)
+# Written by converters and read by no loader of these architectures.
+_NO_EFFECT = (f"{_SCALING}finetuned", "tensor_data_layout")
+
+
+def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata of a GGUF file (key → plain value).
+
+    The vocabulary's length and the ends of text stand in the tokenizer's part; `tokenizer_from_gguf` checks that.
+
+    Raises:
+        ModelError: The architecture is not one of ours, a key is unknown, or a value is missing or out of range.
+    """
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelError(
+            f"general.architecture={arch!r}: the file must name the architecture; is this a language model?"
+        )
+    if arch not in ARCHITECTURES:
+        raise ModelError(
+            f"general.architecture={arch!r}: no decoder for it; supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise ModelError(f"general.type={kind!r}: must be 'model'; give the GGUF file of a language model")
+    known = {f"{arch}.{key}" for key in (*_COMMON, *_NO_EFFECT)}
+    for key, value in metadata.items():
+        if key in known or key in _GENERAL or key.startswith("tokenizer."):
+            continue
+        if not _ABOUT.fullmatch(key) and not _NOTES.fullmatch(key):
+            refuse_key(WHERE, key, value, known)
+    return ARCHITECTURES[arch](Reader(metadata, WHERE, prefix=f"{arch}."))
+
+
+def _vocab_size(r: Reader) -> int:
+    tokens = r.values.get("tokenizer.ggml.tokens")
+    size = r.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    check_range("vocab_size", size, 1, LIMITS["vocab_size"])
+    return size
+
+
+def _rope_scaling(r: Reader) -> RopeScaling | None:
+    """As llama.cpp reads it: a factor without a type is linear, a type "none" switches the factor off."""
+    kind = r.get(f"{_SCALING}type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        r.fail(f"{_SCALING}type", "must be none, linear or yarn; others are not supported")
+    factor = r.number(f"{_SCALING}factor", r.number("rope.scale_linear", 0.0))
+    attention = r.positive(f"{_SCALING}attn_factor", 1.0) * r.positive(f"{_SCALING}yarn_attn_factor", 1.0)
+    if kind != "yarn":
+        if attention != 1.0:
+            r.fail(f"{_SCALING}attn_factor", "must be 1 without yarn")
+        return (
+            None
+            if kind == "none" or factor in (0.0, 1.0)
+            else RopeScaling(kind, factor, r.whole("context_length"))
+        )
+    if r.number(f"{_SCALING}yarn_ext_factor", 1.0) != 1.0:
+        r.fail(f"{_SCALING}yarn_ext_factor", "must be 1")
+    if r.number(f"{_SCALING}yarn_log_multiplier", 0.0) != 0.0:
+        r.fail(f"{_SCALING}yarn_log_multiplier", "must be 0")
+    factor = r.positive(f"{_SCALING}factor")
+    original = r.whole(f"{_SCALING}original_context_length", r.whole("context_length"))
+    # llama.cpp multiplies its factor with YaRN's own.
+    own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        beta_fast=r.positive(f"{_SCALING}yarn_beta_fast", 32.0),
+        beta_slow=r.positive(f"{_SCALING}yarn_beta_slow", 1.0),
+        attention_factor=0.0 if attention == 1.0 else own * attention,
+    )
+
+
+def _same(r: Reader, key: str, value: int, meaning: str) -> None:
+    if r.whole(key, value) != value:
+        r.fail(key, f"must be {value}: {meaning}")
+
+
+def _read(r: Reader, family: str) -> dict[str, Any]:
+    num_heads, d_model = r.whole("attention.head_count"), r.whole("embedding_length")
+    check_range("attention.head_count", num_heads, 1, LIMITS["num_heads"])
+    head_dim, vocab_size = r.whole("attention.key_length", d_model // num_heads), _vocab_size(r)
+    _same(r, "attention.value_length", head_dim, "values are as wide as keys here")
+    _same(r, "rope.dimension_count", head_dim, "partly rotated heads are not supported")
+    _same(r, "expert_count", 0, "mixtures of experts are not supported")
+    _same(r, "expert_used_count", 0, "mixtures of experts are not supported")
+    _same(r, "attention.sliding_window", 0, "windows are not supported in GGUF files")
+    if not r.flag("attention.causal", True):
+        r.fail("attention.causal", "decoders see only the past")
+    return dict(
+        family=family,
+        num_layers=r.whole("block_count"),
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=r.whole("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        d_mlp=r.whole("feed_forward_length"),
+        vocab_size=vocab_size,
+        max_model_len=r.whole("context_length"),
+        rope_theta=r.positive("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(r),
+        norm_eps=r.positive("attention.layer_norm_rms_epsilon"),
+    )
+
+
+def _llama(r: Reader) -> ModelConfig:
+    # GGUF has no key for tying: the file leaves the output matrix out, and the loader looks.
+    return ModelConfig(**_read(r, "llama"), tie_embeddings=True)
+
+
+def _smollm3(r: Reader) -> ModelConfig:
+    config = _llama(r)
+    return replace(config, rope_layers=tuple((layer + 1) % 4 != 0 for layer in range(config.num_layers)))
+
+
+def _qwen2(r: Reader) -> ModelConfig:
+    return ModelConfig(**_read(r, "qwen"), tie_embeddings=True, qkv_bias=True)
+
+
+def _qwen3(r: Reader) -> ModelConfig:
+    return ModelConfig(**_read(r, "qwen"), tie_embeddings=True, qk_norm=True)
+
+
+ARCHITECTURES: dict[str, Callable[[Reader], ModelConfig]] = {
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}

@@ -16,7 +16,14 @@ from pagedjax.models.weights import flat, restore_params
 from pagedjax.testing import tiny_config
 
 CONFIG = tiny_config(
-    d_model=64, num_heads=8, num_kv_heads=2, head_dim=8, d_mlp=96, vocab_size=270, max_model_len=64
+    d_model=64,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    d_mlp=96,
+    vocab_size=270,
+    max_model_len=64,
+    tie_embeddings=True,
 )
 
 DIGESTS = """

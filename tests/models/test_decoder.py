@@ -10,12 +10,13 @@ from pagedjax.testing import tiny_config, tiny_params
 
 # One row per switch of ModelConfig. Logits agree to a float32 rounding of a few hundred terms.
 ROWS = {
-    "gqa_tied": {},
+    "gqa": {},
+    "gqa_tied": dict(tie_embeddings=True),
     "mha_biases": dict(num_heads=4, num_kv_heads=4, qkv_bias=True, out_bias=True, mlp_bias=True),
     "mqa_gelu_one_layer_without_rope": dict(
         num_heads=6, num_kv_heads=1, head_dim=16, activation="gelu", rope_layers=(True, False)
     ),
-    "qk_norm_untied": dict(qk_norm=True, tie_embeddings=False),
+    "qk_norm": dict(qk_norm=True),
     "gemma_like": dict(
         windows=(4, None),
         local_rope_theta=100.0,

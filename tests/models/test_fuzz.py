@@ -25,6 +25,7 @@ CONFIG = tiny_config(
     d_mlp=32,
     vocab_size=258,
     max_model_len=32,
+    tie_embeddings=True,
 )
 CASES = 1000  # of each format
 HUGE = [0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]

@@ -20,7 +20,14 @@ from pagedjax.models.weights import flat
 from pagedjax.testing import tiny_config
 
 CONFIG = tiny_config(
-    d_model=64, num_heads=8, num_kv_heads=2, head_dim=8, d_mlp=96, vocab_size=270, max_model_len=64
+    d_model=64,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    d_mlp=96,
+    vocab_size=270,
+    max_model_len=64,
+    tie_embeddings=True,
 )
 # K-quants pack 256 values a row.
 WIDE = tiny_config(

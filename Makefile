@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed-$(PYTAG)
 SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full test-isa lint types rooms aot aot-fast parity lock clean
+.PHONY: help env demo model test test-fast test-full test-isa mutants lint types rooms aot aot-fast parity lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -64,6 +64,9 @@ test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
 
 test-isa: $(STAMP) ## the kernel and runtime tables as CPUs without AVX2 and without AVX-512 run them
 	$(BIN)/python tests/isa.py $(SPREAD) $(PYTEST_ARGS)
+
+mutants: $(STAMP) ## plant faults one by one, each of which the tests beside it must notice (MUTANTS="words" of names)
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 test-full: lint types ## the default tests and the large products
 	$(BIN)/python -m pytest $(SPREAD) -m "not parity" $(PYTEST_ARGS)

@@ -572,3 +572,63 @@ def test_B105_reset_says_what_it_did(drive, tokens):
     assert d.m.reset("strict")
     with pytest.raises(ValueError, match="strict or preempt"):
         d.m.reset("maybe")
+
+
+def test_F013_an_indexed_block_is_copied_before_it_is_written(drive, tokens):
+    """Held once and by its writer alone, but findable: what others find there must stay."""
+    d, prompt = drive(), tokens.new(8)
+    seq = d.start(prompt)
+    d.m.truncate(seq, 6)
+    old = d.m.table(seq)
+    assert d.ref[old[1]] == 1 and not d.m.writable()[0][old[1]]
+    assert d.m.reserve(seq, 2)
+    new = d.m.table(seq)
+    (batch,) = d.m.take_copies().batches
+    assert (batch.kind, batch.src.tolist(), batch.dst.tolist()) == ("cow", [old[1]], [new[1]])
+    assert new[0] == old[0] and new[1] != old[1] and d.m.writable()[0][new[1]]
+    assert d.m.peek(d.chain([*prompt, 1])) == 8
+    d.m.commit(seq, 8, 1.0)
+    d.m.check_invariants()
+
+
+def test_what_is_computed_again_after_a_truncation_is_indexed_again(drive, tokens):
+    d, prompt = drive(), tokens.new(8)
+    seq = d.start(prompt)
+    d.m.truncate(seq, 4)
+    assert d.m.evict(9) == 1 and d.m.peek(d.chain([*prompt, 1])) == 4
+    assert d.m.reserve(seq, 4)
+    d.m.commit(seq, 8, 1.0)
+    assert d.m.peek(d.chain([*prompt, 1])) == 8
+    d.m.check_invariants()
+
+
+def test_B037_the_source_of_a_partial_hit_needs_room_too(drive, tokens):
+    """Three evictable blocks: two hits and the source take them all, and the new block finds no room."""
+    d, prompt = drive(usable=4, partial=1), tokens.new(12)
+    d.send(prompt)
+    keeper = d.start(tokens.new(3))
+    before, chain = d.state(), d.chain([*prompt[:10], *tokens.new(2)])
+    assert d.m.begin(70, chain).num_tokens == 10 and d.m.num_free == 3
+    assert not d.m.reserve(70, 2)
+    assert d.state()["groups"] == before["groups"]
+    d.m.release(keeper)
+    assert d.m.reserve(70, 2)
+    d.m.check_invariants()
+    assert (d.m.stats.partial_hits, d.m.stats.hit_tokens, d.m.stats.copies) == (1, 10, 1)
+
+
+def test_of_twins_the_oldest_is_found():
+    index, chain = HashIndex(8, 4), TokenChain(range(4), block_size=4)
+    for block in (5, 2, 7):
+        index.register(chain, 0, [block], 0, dedup=False)
+    for block in (5, 2, 7):
+        assert index.lookup(chain, 4) == ([block], 4) and index.copies(chain.digest(0)) > 0
+        index.forget([block], [chain.digest(0)])
+    assert index.copies(chain.digest(0)) == 0
+
+
+def test_an_invariant_error_dumps_the_books(drive):
+    d = drive(usable=3)
+    d.m._groups[0].pool.ref[1] = 5
+    with pytest.raises(InvariantError, match="block 1: is"):
+        d.m.check_invariants()

@@ -135,6 +135,16 @@ def test_misuse_is_named():
     assert group_key(b"d", 3) == b"d\0\0\0\3"
 
 
+def test_an_item_is_in_the_blocks_that_hold_its_tokens_and_in_no_other():
+    for start, length, blocks in ((4, 4, [1]), (4, 5, [1, 2]), (3, 1, [0]), (3, 6, [0, 1, 2]), (8, 4, [2])):
+        extra = ExtraKeys(items=(MediaItem(b"x", start, length),))
+        assert [i for i in range(4) if extra.overlapping(i, 4)] == blocks
+        assert [i for i in range(4) if extra.in_block(i, 4)] == blocks
+        # Up to the item's first block the digests are those of the plain text.
+        mine, plain = (TokenChain(range(16), block_size=4, extra=e).digests(4) for e in (extra, ExtraKeys()))
+        assert [i for i in range(4) if mine[i] == plain[i]] == list(range(blocks[0]))
+
+
 def _texts(rng):
     return "".join(rng.choice("abc123") for _ in range(rng.randrange(1, 4)))
 

@@ -163,6 +163,25 @@ def test_B053_beams_share_blocks_and_copy_the_last_one(make_engine, run_all):
     assert all(plan.num_held_blocks < plan.num_named_blocks for plan in engine.runner.plans[1:])
 
 
+def test_beams_that_come_back_compute_once_what_they_share(make_engine):
+    """To the token: the first computes up to where they part, the others from there."""
+    engine = make_engine(prefix_caching=False)
+    engine.add([1, 2, 3, 4, 5], beams(3, 30))
+    for _ in range(6):
+        engine.step()
+    (request,) = engine.scheduler.running
+    texts = [seq.chain.tokens.copy() for seq in request.sequences]
+    common = next(i for i in range(len(texts[0])) if len({text[i] for text in texts}) > 1)
+    assert 5 <= common < len(texts[0]) - 1
+    engine.scheduler._preempt(request)
+    for _ in range(2):
+        engine.step()
+    first, second = engine.runner.plans[-2:]
+    assert [(row.start, row.num_tokens) for row in first.rows] == [(0, common)]
+    assert {(row.start, row.start + row.num_tokens) for row in second.rows} == {(common, len(texts[0]))}
+    assert len(second.rows) == 3
+
+
 def test_B104_beams_report_cached_tokens_once(make_engine, run_all, greedy):
     engine = make_engine(num_blocks=64, block_size=16)
     prompt = list(range(1, 50))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import ExtraKeys
+from pagedjax.engine import StepResult
 from pagedjax.engine.request import FinishReason, SamplingParams
 
 
@@ -304,6 +305,88 @@ def test_B055_sample_i_is_the_same_in_any_batch(make_engine, run_all):
     assert samples(4, 3) == four
 
 
+def test_all_samples_are_drawn_from_one_row_of_the_whole_prompt(make_engine):
+    engine = make_engine()
+    engine.add(list(range(1, 11)), SamplingParams(max_tokens=4, n=3, temperature=1.0))
+    engine.step()
+    engine.step()
+    first, second = engine.runner.plans
+    assert [(row.start, row.num_tokens, len(row.samples)) for row in first.rows] == [(0, 10, 3)]
+    assert [(row.start, row.num_tokens, len(row.samples)) for row in second.rows] == [(10, 1, 1)] * 3
+
+
+def test_requests_without_a_seed_draw_their_own_tokens(make_engine, run_all):
+    """Each has a seed of its own; a second engine of the same seed gives the same ones."""
+
+    def draw():
+        engine = make_engine()
+        ids = [engine.add([1, 2, 3], SamplingParams(max_tokens=8, temperature=1.0)) for _ in range(4)]
+        outputs = run_all(engine)
+        return [outputs[i].outputs[0].token_ids for i in ids]
+
+    assert len(set(draw())) == 4
+    assert draw() == draw()
+
+
+def test_every_chunk_of_a_prompt_is_at_most_chunk_tokens(make_engine, run_all, greedy, judge):
+    engine = make_engine(token_budget=64, chunk_tokens=8)
+    prompt = list(range(1, 31))
+    request_id = engine.add(prompt, greedy(2))
+    assert list(run_all(engine)[request_id].outputs[0].token_ids) == judge(prompt, 2)
+    assert [plan.num_tokens for plan in engine.runner.plans] == [8, 8, 8, 6, 1]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts(make_engine, run_all, greedy, judge):
+    """The blocks it freed go to those that run first: who waits would only be preempted in turn."""
+    engine = make_engine(num_blocks=8, block_size=4, max_num_seqs=4, prefix_caching=False)
+    prompts = [[*range(10 * n, 10 * n + 7)] for n in range(3)]
+    jobs = {engine.add(prompt, greedy(12)): prompt for prompt in prompts}
+    preempted, outputs = [], {}
+    while engine.has_work:
+        before, running = engine.scheduler.num_preemptions, list(engine.scheduler.running)
+        for output in engine.step():
+            outputs[output.request_id] = output
+        if engine.scheduler.num_preemptions > before:
+            rows = {row.seq.request.request_id for row in engine.runner.plans[-1].rows}
+            preempted.append(rows < {request.request_id for request in running})
+    assert preempted and all(preempted)
+    assert engine.scheduler.num_preemptions == len(preempted)
+    for request_id, prompt in jobs.items():
+        assert list(outputs[request_id].outputs[0].token_ids) == judge(prompt, 12)
+
+
+def test_time_to_first_token_counts_from_add_to_the_end_of_the_step(greedy):
+    """A clock of 1 s a reading: what is told lies between the readings before and after."""
+    from pagedjax.cache import PagedManager
+    from pagedjax.config import SchedulerConfig
+    from pagedjax.engine import Engine
+
+    now = [100.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    class Runner:
+        pool_blocks, block_size, block_bytes = (16,), 4, (1,)
+
+        def execute(self, plan):
+            now[0] += 50.0
+            return StepResult([1] * plan.num_samples, [], 50.0)
+
+    manager = PagedManager(num_blocks=16, block_size=4)
+    engine = Engine(manager, Runner(), SchedulerConfig(4, 16), max_model_len=32, clock=clock)
+    early = now[0]
+    engine.add([1, 2, 3], greedy(2))
+    late, now[0] = now[0], now[0] + 1000.0  # it waits
+    (output,) = engine.step()
+    assert now[0] - late >= output.ttft_s >= 1050.0
+    assert output.ttft_s <= now[0] - early and output.latency_s is None
+    (last,) = engine.step()
+    assert last.finished and last.ttft_s == output.ttft_s
+    assert now[0] - early >= last.latency_s >= output.ttft_s + 50.0
+
+
 def test_a_step_pays_for_decodes_before_chunks(make_engine, run_all, greedy):
     engine = make_engine(num_blocks=256, max_num_seqs=8, token_budget=16)
     for i in range(6):
@@ -346,6 +429,17 @@ def test_stop_tokens_eos_and_lengths(make_engine, run_all, judge):
         only = outputs[request_id].outputs[0]
         assert list(only.token_ids) == tokens[:count]
         assert only.finish_reason is reason
+
+
+@pytest.mark.parametrize(("min_tokens", "count"), [(2, 3), (3, 10)])
+def test_a_stop_token_counts_once_min_tokens_are_out(make_engine, run_all, judge, min_tokens, count):
+    """The third token is a stop token: with min_tokens=2 it ends the text, with 3 it is passed over."""
+    tokens = judge([1, 2, 3], 10)
+    assert tokens.count(tokens[2]) == 1
+    engine = make_engine()
+    sampling = SamplingParams(max_tokens=10, stop_token_ids=[tokens[2]], min_tokens=min_tokens)
+    request_id = engine.add([1, 2, 3], sampling)
+    assert list(run_all(engine)[request_id].outputs[0].token_ids) == tokens[:count]
 
 
 def test_stop_string_across_token_borders(make_engine, run_all, judge):

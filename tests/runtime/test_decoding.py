@@ -12,7 +12,7 @@ from judges import beams_model, dense_beams, numpy_forward
 
 from pagedjax.cache import TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.request import SamplingParams
+from pagedjax.engine.request import Request, SamplingParams, Sequence
 from pagedjax.runtime import Adjustments, Buckets
 from pagedjax.runtime.adjust import adjust
 from pagedjax.runtime.asked import draw_adjusted, score
@@ -190,7 +190,9 @@ def test_prompt_logprobs_add_no_step_program_and_survive_preemption(tiny, make_e
 def test_logprobs_list_the_likeliest_tokens_before_penalties(tiny, make_engine, run_all, dense_logprobs):
     engine = make_engine(tiny)
     prompt = prompt_of(12)
-    request_id = engine.add(prompt, greedy(6, logprobs=4, presence_penalty=50.0, repetition_penalty=3.0))
+    likeliest = int(dense_logprobs(prompt).argmax())
+    params = greedy(6, logprobs=4, presence_penalty=50.0, logit_bias={likeliest: -100.0})
+    request_id = engine.add(prompt, params)
     only = run_all(engine)[request_id].outputs[0]
     tokens = list(prompt)
     for token, detail in zip(only.token_ids, only.details, strict=True):
@@ -320,6 +322,18 @@ def test_min_tokens_hold_end_tokens_off(tiny, make_engine, run_all, dense_logits
     assert list(outputs[early].outputs[0].token_ids) == answer[: first + 1]
     assert list(outputs[late].outputs[0].token_ids) == held
     assert len(held) > 5 > first + 1
+
+
+@pytest.mark.parametrize(("num_output", "held"), [(2, True), (3, False)])
+def test_min_tokens_let_the_token_after_them_end(num_output, held):
+    """Of min_tokens=3 the first three tokens may not end a sample, the fourth may."""
+    request = Request(
+        "0", (1, 2), SamplingParams(max_tokens=9, min_tokens=3), 0, end_token_ids=frozenset([7])
+    )
+    chain = TokenChain([1, 2, *[5] * num_output], block_size=4)
+    lists = Adjustments.pack([Sequence(0, request, 0, chain)], 1, 11, 64)
+    assert (lists is not None) is held
+    assert not held or np.asarray(adjust(np.zeros((1, 11), np.float32), lists)).argmin() == 7
 
 
 def test_best_of_returns_the_likeliest_of_all_samples(tiny, make_engine, run_all):

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from pagedjax.cache import TokenChain
+from pagedjax.engine.request import Request, SamplingParams, Sequence
 from pagedjax.runtime import SamplingBatch, sample_tokens
 from pagedjax.runtime.sampling import score_tokens
 
@@ -96,6 +98,25 @@ def test_a_row_depends_on_its_key_alone():
     assert (np.asarray(sample(logits, mixed)) == together).all()
 
 
+@pytest.mark.parametrize("column", ["seed", "sample", "position"])
+def test_each_part_of_the_key_changes_what_is_drawn(column):
+    rows = 64
+    tokens = np.asarray(sample(np.zeros((rows, V), np.float32), batch(rows, **{column: np.arange(rows)})))
+    assert len(set(tokens.tolist())) > V // 2
+    assert len(set(np.asarray(sample(np.zeros((rows, V), np.float32), batch(rows))).tolist())) == 1
+
+
+def test_the_key_of_a_sequence_is_its_seed_its_number_and_its_length():
+    request = Request("0", (1, 2, 3), SamplingParams(temperature=0.5, top_k=4, top_p=0.8, min_p=0.1), seed=77)
+    sequences = [Sequence(9, request, i, TokenChain([1, 2, 3, *[4] * i], block_size=4)) for i in range(3)]
+    packed = SamplingBatch.pack(sequences, 4)
+    assert packed.seed.tolist() == [77, 77, 77, 0]
+    assert packed.sample.tolist() == [0, 1, 2, 0] and packed.position.tolist() == [3, 4, 5, 0]
+    assert packed.temperature.tolist() == [0.5, 0.5, 0.5, 0.0] and packed.top_k.tolist() == [4, 4, 4, 0]
+    np.testing.assert_array_equal(packed.top_p, np.float32([0.8, 0.8, 0.8, 1.0]))
+    np.testing.assert_array_equal(packed.min_p, np.float32([0.1, 0.1, 0.1, 0.0]))
+
+
 def test_greedy_rows_are_argmax_beside_random_ones():
     logits = np.random.default_rng(1).normal(size=(5, V)).astype(np.float32)
     temperature = np.array([0.0, 1.0, 0.0, 5.0, 0.0], np.float32)
@@ -116,3 +137,9 @@ def test_logprobs_are_of_the_unfiltered_distribution():
     order = np.argsort(-full, axis=-1)
     assert (np.asarray(top_ids) == order).all()
     np.testing.assert_allclose(top_logprobs, np.take_along_axis(full, order, -1), rtol=1e-5)
+
+
+def test_equal_scores_share_the_better_rank():
+    logits = np.array([[2.0, 5.0, 5.0, 1.0, 2.0, 5.0]] * 6, np.float32)
+    _, ranks, _, _ = score_tokens(logits, np.arange(6, dtype=np.int32))
+    assert np.asarray(ranks).tolist() == [4, 1, 1, 6, 4, 1]

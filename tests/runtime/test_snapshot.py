@@ -231,7 +231,7 @@ def test_copies_that_fail_while_loading_are_not_believed(make_llm, saved, monkey
 
 
 @pytest.mark.parametrize(
-    "damage", ["missing", "pointer", "binary", "manifest", "null", "rows", "blocks", "bytes"]
+    "damage", ["missing", "pointer", "binary", "manifest", "null", "rows", "prefix", "blocks", "bytes"]
 )
 def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, damage):
     import shutil
@@ -250,6 +250,12 @@ def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, da
     elif damage == "rows":  # fewer blocks than the prefix has: the others would be believed unwritten
         manifest = json.loads((version / "manifest.json").read_text())
         manifest["prefixes"][0]["rows"][0] = manifest["prefixes"][0]["rows"][0][:3]
+        (version / "manifest.json").write_text(json.dumps(manifest))
+    elif damage == "prefix":  # whole, but of tokens that are not those of the blocks
+        manifest = json.loads((version / "manifest.json").read_text())
+        manifest["prefixes"][0]["tokens"][3] += 1
+        del manifest["sha256"]
+        manifest["sha256"] = snapshot._own_digest(manifest)
         (version / "manifest.json").write_text(json.dumps(manifest))
     elif damage == "binary":
         (folder / "CURRENT").write_bytes(b"\xff\xfe")

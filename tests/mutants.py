@@ -1,0 +1,285 @@
+"""Line edits of the package, each of which the tests beside it must notice: `make mutants` plants them one by one.
+
+An edit names its text and not its place, so that code may move; where the text does not stand exactly once in the
+package, the table is out of date and the run fails. Edits are made in a copy, where the tests pass without one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pagedjax"
+TIMEOUT_S = 300  # an edit that makes a loop endless is noticed, too
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit.
+
+    Attributes:
+        name: What goes wrong.
+        old: Text that stands exactly once in the package.
+        new: What takes its place.
+        tests: Below tests/, as pytest takes them; one of them must fail.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+CASES, ENGINE, BEAMS = "cache/test_cases.py", "engine/test_engine.py", "engine/test_beams.py"
+POLICIES, RADIX, HASHING = "cache/test_policies.py", "cache/test_radix.py", "cache/test_hashing.py"
+STATEFUL, SAMPLING, DECODING = (
+    "cache/test_stateful.py",
+    "runtime/test_sampling.py",
+    "runtime/test_decoding.py",
+)
+EXAMPLES, SNAPSHOT = "cache/test_examples.py", "runtime/test_snapshot.py"
+SENSITIVITY = "runtime/test_sensitivity.py::test_copies_that_write_constants_change_tokens"
+WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
+EXTEND = "                self._extend(state, group, max(new, 0), copies)\n"
+
+MUTANTS = (
+    # ------------------------------------------------------------------ the manager
+    Mutant("red line: shared alone", WRITABLE, "if ref[table[i]] != own", (CASES,)),
+    Mutant("red line: indexed alone", WRITABLE, "if keys[table[i]] is not None", (CASES,)),
+    Mutant("red line: not checked", WRITABLE, "if False", (CASES, EXAMPLES)),
+    Mutant(
+        "a block is found before it is written",
+        EXTEND,
+        EXTEND
+        + "            full = min(state.computed + num_tokens, len(state.chain)) // size\n"
+        + "            if full > state.indexed and self.prefix_caching:\n"
+        + "                self._registrar.register(group, state, state.indexed, full, self.now)\n"
+        + "                state.indexed = full\n",
+        (STATEFUL,),
+    ),
+    Mutant("room: one hit too many", "room <= len(table):", "room < len(table):", (CASES,)),
+    Mutant(
+        "room: hits counted as free", "room -= self._admission.num_waiting(state, group)", "pass", (CASES,)
+    ),
+    Mutant(
+        "truncate keeps what is indexed",
+        "state.indexed = min(state.indexed, num_tokens // self.block_size)",
+        "pass",
+        (CASES,),
+    ),
+    Mutant(
+        "partial hits are not counted", "partial_hits += bool(state.partial)", "partial_hits += 0", (CASES,)
+    ),
+    Mutant(
+        "a hit adds no reference",
+        "            for b in idle:\n                ref[b] = 1\n        else:",
+        "            pass\n        else:",
+        (CASES,),
+    ),
+    Mutant(
+        "the head of a release goes first",
+        "for b in reversed(blocks):\n            left",
+        "for b in blocks:\n            left",
+        (CASES,),
+    ),
+    Mutant("a released copy stays planned", "self._pending = kept[::-1]", "pass", (CASES, EXAMPLES)),
+    Mutant(
+        "a batch names a destination twice",
+        "np.array([c.dst for c in copies], dtype=np.int32)",
+        "np.array([copies[0].dst for c in copies], dtype=np.int32)",
+        (STATEFUL,),
+    ),
+    # ------------------------------------------------------------------ indexes, hashes
+    Mutant("an evicted block stays in the index", "del block_of[key]", "pass", (CASES,)),
+    Mutant("of twins the newest is found", "others.pop(0)", "others.pop()", (CASES,)),
+    Mutant("an item's block: one early", "item.start < hi", "item.start <= hi", (HASHING,)),
+    Mutant(
+        "an item's block: one late",
+        "item.start + item.length > lo",
+        "item.start + item.length >= lo",
+        (HASHING,),
+    ),
+    Mutant("an inner block may go", "elif self.leaf_only:", "elif False:", (RADIX,)),
+    Mutant(
+        "inner blocks count as leaves",
+        " or len(node.children) != childless.get(node, 0):",
+        ":",
+        (RADIX,),
+    ),
+    # ------------------------------------------------------------------ eviction
+    Mutant("lru: a broken link", "before[n] = p", "pass", (POLICIES,)),
+    Mutant("s3fifo: hits without bound", "min(self._uses[b] + 1, 3)", "self._uses[b] + 1", (POLICIES,)),
+    Mutant("cost: no age", "self._age = max(self._age, score)", "pass", (POLICIES,)),
+    Mutant("cost: the age falls", "self._age = max(self._age, score)", "self._age = score", (POLICIES,)),
+    Mutant("cost: new blocks without age", "self._age + self._cost[b]", "self._cost[b]", (POLICIES,)),
+    Mutant(
+        "cost: hits without age",
+        "self._age + self._uses[b] * self._cost[b]",
+        "self._uses[b] * self._cost[b]",
+        (POLICIES,),
+    ),
+    # ------------------------------------------------------------------ the engine
+    Mutant(
+        "samples fork a token early",
+        "self.fork_at = len(self.prompt_token_ids)",
+        "self.fork_at = max(len(self.prompt_token_ids) - 1, 1)",
+        (ENGINE,),
+    ),
+    Mutant(
+        "beams fork a token early",
+        "request.fork_at = _num_common([seq.chain.tokens for seq in request.live])",
+        "request.fork_at = _num_common([seq.chain.tokens for seq in request.live]) - 1",
+        (BEAMS,),
+    ),
+    Mutant("admission after a preemption", "if self.num_preemptions == preemptions:", "if True:", (ENGINE,)),
+    Mutant(
+        "chunk_tokens for the first chunk only",
+        "want = pending if pending == 1 else min(pending, budget, self.chunk_tokens)",
+        "want = pending if pending == 1 else min(pending, budget)",
+        (ENGINE,),
+    ),
+    Mutant("one seed for all requests", "[self._seed, self._num_added]", "[self._seed]", (ENGINE,)),
+    Mutant(
+        "min_tokens: stop a token early",
+        "seq.num_output_tokens <= sampling.min_tokens",
+        "seq.num_output_tokens < sampling.min_tokens",
+        (ENGINE,),
+    ),
+    Mutant(
+        "min_tokens: beams, a token late",
+        "self.num_steps < self.min_tokens",
+        "self.num_steps <= self.min_tokens",
+        (BEAMS,),
+    ),
+    Mutant(
+        "min_tokens: drawing, a token late",
+        "seq.num_output_tokens < p.min_tokens",
+        "seq.num_output_tokens <= p.min_tokens",
+        (DECODING + "::test_min_tokens_let_the_token_after_them_end",),
+    ),
+    Mutant("time to first token not from add", "first - request.arrival", "first - first", (ENGINE,)),
+    # ------------------------------------------------------------------ the device half
+    Mutant(
+        "key without position", "jnp.stack([sample, position])", "jnp.stack([sample, sample])", (SAMPLING,)
+    ),
+    Mutant(
+        "key of the prompt's length",
+        "[seq.num_tokens for seq in sequences]",
+        "[seq.request.num_prompt_tokens for seq in sequences]",
+        (SAMPLING,),
+    ),
+    Mutant("ranks count equals", "1 + jnp.sum(logits > own", "jnp.sum(logits >= own", (SAMPLING,)),
+    Mutant(
+        "a snapshot's prefix is believed",
+        '!= prefix["digest"]:',
+        "is None:",
+        (SNAPSHOT + "::test_a_damaged_snapshot_is_refused_in_one_line",),
+    ),
+    Mutant(
+        "copies on write write zeros",
+        "scatter_blocks(pool, dst, gather_blocks(pool, src))",
+        "scatter_blocks(pool, dst, gather_blocks(pool, src) * 0)",
+        (SENSITIVITY,),
+    ),
+    Mutant(
+        "swaps out write zeros",
+        "host[batch.dst] = self.read(pool, batch.src)",
+        "host[batch.dst] = 0",
+        (SENSITIVITY,),
+    ),
+    Mutant(
+        "swaps in write zeros",
+        "self.write(pool, batch.dst, host[batch.src])",
+        "self.write(pool, batch.dst, host[batch.src] * 0)",
+        (SENSITIVITY,),
+    ),
+)
+
+
+def place(mutant: Mutant, package: Path = PACKAGE) -> tuple[Path, int]:
+    """File and line, from 1, of a mutant's text.
+
+    Raises:
+        ValueError: It does not stand exactly once in the package.
+    """
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        at = text.find(mutant.old)
+        while at >= 0:
+            found.append((path, text.count("\n", 0, at) + 1))
+            at = text.find(mutant.old, at + 1)
+    if len(found) != 1:
+        where = ", ".join(f"{path.relative_to(package.parent)}:{line}" for path, line in found) or "nowhere"
+        raise ValueError(
+            f"mutant {mutant.name!r}: its text {mutant.old.strip()!r} must stand once, it stands {where}; "
+            "write the edit anew in tests/mutants.py"
+        )
+    return found[0]
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> int | None:
+    """pytest's exit status with the package of this folder; None: no end in time."""
+    env = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return done.returncode
+
+
+def outcome(mutant: Mutant, folder: Path) -> str:
+    """ "killed" (a test failed, or none ended), "survived", or what kept pytest from saying so."""
+    path, _ = place(mutant, folder / PACKAGE.name)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        status = run_tests(folder, mutant.tests)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return {None: "killed", 1: "killed", 0: "SURVIVED"}.get(status, f"pytest ended with status {status}")
+
+
+def main(mutants: Sequence[Mutant]) -> int:
+    """Plant each mutant and print what became of it; 1 where one survived or could not be judged."""
+    for mutant in mutants:
+        place(mutant)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        tests = sorted({test for mutant in mutants for test in mutant.tests})
+        if status := run_tests(folder, tests):
+            print(f"without a mutant pytest ends with status {status}: mend {', '.join(tests)} first")
+            return 1
+        killed = 0
+        for mutant in mutants:
+            start = time.monotonic()
+            path, line = place(mutant)
+            found = outcome(mutant, folder)
+            killed += found == "killed"
+            spent = time.monotonic() - start
+            print(f"{found:9} {spent:5.1f} s  {mutant.name:40} {path.relative_to(ROOT)}:{line}", flush=True)
+    print(f"{killed} of {len(mutants)} killed")
+    return int(killed < len(mutants))
+
+
+if __name__ == "__main__":
+    chosen = [m for m in MUTANTS if not sys.argv[1:] or any(word in m.name for word in sys.argv[1:])]
+    sys.exit(main(chosen))

@@ -150,12 +150,12 @@ def test_a_long_prompt_needs_no_more_windowed_blocks_than_one_step_holds():
     assert fits.demand(100, 16) == (7, 8)
     assert fits.demand(120, 16) == (30, 29)
     limits = SchedulerConfig(4, 64, chunk_tokens=16)
-    Scheduler(fits, limits, 128).check(100, 1)
+    Scheduler(fits, limits, 128).check(100, SamplingParams())
     with pytest.raises(ValueError, match="needs 30 blocks, the pool has 29 usable"):
-        Scheduler(fits, limits, 128).check(120, 1)
+        Scheduler(fits, limits, 128).check(120, SamplingParams())
     tight = PagedManager(groups=[KVGroup(30), KVGroup(6, window=8)], **sizes)
     with pytest.raises(ValueError, match="needs 7 blocks, the pool has 5 usable"):
-        Scheduler(tight, limits, 128).check(100, 1)
+        Scheduler(tight, limits, 128).check(100, SamplingParams())
 
 
 def test_llm_builds_the_groups_from_the_model(tiny_folder, tmp_path):

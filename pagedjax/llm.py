@@ -18,6 +18,7 @@ from pagedjax.progress import bar
 
 if TYPE_CHECKING:
     from pagedjax.kernels import KVLayout
+    from pagedjax.report.record import Recorder
     from pagedjax.runtime.snapshot import Owner
 
 _DEFAULT_MAX_MODEL_LEN = 2048
@@ -221,6 +222,30 @@ class LLM:
             Its last output; None where no such request is live.
         """
         return self.engine.abort(request_id)
+
+    def record(self, path: str | Path, *, text: bool = False) -> Recorder:
+        """Write down what happens from now on; a context manager, closed at the end of its block.
+
+        Args:
+            path: File to write, JSON lines; gzip where it ends in .gz.
+            text: Write the prompts' text, too. Off by default: a record may be shown around.
+
+        Raises:
+            ValueError: Requests run, or a record is being written already.
+
+        Example:
+            >>> with llm.record("run.jsonl"):  # doctest: +SKIP
+            ...     llm.generate("Once upon a time")
+        """
+        from pagedjax.report.record import Recorder
+
+        about = {
+            "kind": "measured",
+            "model": self.model_name,
+            "settings": self.config.to_dict(),
+            "groups": [group.window for group in self._kv_groups],
+        }
+        return Recorder(path, self.engine, about, decode=self.tokenizer.decode if text else None)
 
     def save_cache(
         self, path: str | Path, prompts: Prompt | Sequence[Prompt], *, extra: ExtraKeys = ExtraKeys()

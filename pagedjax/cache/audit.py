@@ -27,6 +27,15 @@ def pool_state(pool: BlockPool, now: float) -> dict[str, Any]:
     }
 
 
+def take_changes(pool: BlockPool) -> list[tuple[int, int, bytes | None]]:
+    """(block, references, digest) of what changed since the last call; the list begins anew."""
+    changed, ref, keys = pool.changed, pool.ref, pool.keys
+    if not changed:
+        return []
+    pool.changed = set()
+    return [(b, ref[b], keys[b]) for b in sorted(changed)]
+
+
 def resident(groups: Sequence[Group]) -> Resident:
     """Copies of each content, by (group, medium, digest)."""
     out: Resident = {}

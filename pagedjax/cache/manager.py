@@ -439,6 +439,20 @@ class PagedManager:
         groups = [audit.pool_state(group.pool, self.now) for group in self._groups]
         return {"groups": groups, "tables": tables, "stats": self.stats.snapshot()}
 
+    def watch_changes(self, on: bool) -> None:
+        """From now on keep a list of blocks whose owners or content change, or keep none."""
+        for group in self._groups:
+            group.pool.changed = set() if on else None
+
+    def take_changes(self) -> list[list[tuple[int, int, bytes | None]]]:
+        """Per group (block, references, digest) of what changed since the last call, while `watch_changes` is on."""
+        return [audit.take_changes(group.pool) for group in self._groups]
+
+    @property
+    def changes_booked_tables(self) -> bool:
+        """Does `commit` rewrite tables: twins made one, blocks behind a window let go of?"""
+        return self.dedup or any(group.window is not None for group in self._groups)
+
     def resident(self) -> Resident:
         """Copies of each content: (group, "device" or "host", digest) to how many."""
         return audit.resident(self._groups)

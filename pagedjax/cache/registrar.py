@@ -53,6 +53,8 @@ class Registrar:
         if known is blocks:
             for b, digest in zip(blocks, digests):
                 keys[b] = digest
+            if pool.changed is not None:
+                pool.changed.update(blocks)
             pool.policy.insert(blocks, digests, first, state.hints, now)
             self._report(group, state, first, blocks, digests, now)
             self._stats.blocks_indexed += len(blocks)
@@ -76,6 +78,8 @@ class Registrar:
             if own == canonical:
                 if keys[own] is None:
                     keys[own] = digest
+                    if group.pool.changed is not None:
+                        group.pool.changed.add(own)
                     group.pool.policy.insert([own], [digest], first + i, state.hints, now)
                     self._report(group, state, first + i, [own], [digest], now)
                     self._stats.blocks_indexed += 1

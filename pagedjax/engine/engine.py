@@ -31,7 +31,7 @@ from pagedjax.engine.request import (
 )
 from pagedjax.engine.results import Results
 from pagedjax.engine.scheduler import Scheduler
-from pagedjax.engine.step import Lengths, Runner, StepPlan, StepRecord, StepResult
+from pagedjax.engine.step import Lengths, Observer, Runner, StepPlan, StepRecord, StepResult
 from pagedjax.engine.turns import FairLock, Mailbox
 
 
@@ -81,6 +81,7 @@ class Engine:
         self.scheduler = Scheduler(manager, config, max_model_len, runner.block_bytes)
         self.max_model_len = max_model_len
         self.on_step = on_step
+        self.observer: Observer | None = None  # a record that is being written (`pagedjax.report.record`)
         self._hash_scheme = hash_scheme
         self._seed = seed
         self._clock = clock
@@ -180,6 +181,8 @@ class Engine:
         self._results.start(request, chain)
         self._requests[request_id] = request
         self.scheduler.add(request)
+        if self.observer is not None:
+            self.observer.added(request)
         added.append(request_id)
 
     def _is_taken(self, request_id: str) -> bool:
@@ -283,6 +286,8 @@ class Engine:
         executed = clock()
         lengths = Lengths(plan) if self.on_step is not None else None
         self._touched |= self._results.book(plan, result, executed)
+        if self.observer is not None:
+            self.observer.stepped(plan, result, started, executed)
         if lengths is None:
             return None
         return StepRecord(lengths.record(), result, scheduled - started, clock() - executed)
@@ -426,6 +431,8 @@ class Engine:
         if output.finished:
             self._requests.pop(request.request_id, None)
             self._outputs.forget(request)
+            if self.observer is not None:
+                self.observer.ended(request, output, self._clock())
         if (box := self._held.get(request.request_id)) is not None:
             box.put(output)
         return output

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from pagedjax.cache import CopyPlan
-from pagedjax.engine.request import FinishReason, Sequence
+from pagedjax.engine.request import FinishReason, Request, RequestOutput, Sequence
 
 S = TypeVar("S")  # Sequence while a step is made, SequenceRecord once it is over
 
@@ -179,6 +179,26 @@ class StepRecord:
     result: StepResult
     schedule_s: float
     commit_s: float
+
+
+class Observer(Protocol):
+    """Is told of everything an engine does, as it is booked; what it is given is live and not to be kept."""
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        ...
+
+    def stepped(self, plan: StepPlan[Sequence], result: StepResult, started_s: float, ended_s: float) -> None:
+        """A step was booked; requests that ended in it are told of later."""
+        ...
+
+    def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
+        """So many steps were booked at once in which every running sequence got its next token."""
+        ...
+
+    def ended(self, request: Request, output: RequestOutput, now: float) -> None:
+        """A request ended."""
+        ...
 
 
 class Lengths:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -358,7 +359,10 @@ class Instance:
         if count < 1:
             return
         scheduler = self.engine.scheduler
+        first = scheduler.step + 1
         book_quiet_steps(scheduler, count, self._answers, float(ends[count]))
+        if self.engine.observer is not None:
+            self.engine.observer.quiet(first, count, float(ends[0]), float(ends[count]))
         busy = float(ends[count] - ends[0])
         self.clock.now = float(ends[count])
         self.result.num_steps += count
@@ -416,6 +420,7 @@ def simulate(
     watch: Callable[[StepPlan], dict[str, float]] | None = None,
     hash_plans: bool = False,
     skip: bool = True,
+    observe: Callable[[Engine], AbstractContextManager[object]] | None = None,
 ) -> Simulation:
     """Play a trace through the real engine on a virtual clock.
 
@@ -433,6 +438,7 @@ def simulate(
         hash_plans: Hash every plan, to compare two runs.
         skip: Do not plan decode steps in which nothing but the next token can happen; same records, much
             sooner. Needs a cost model and one sample per request, and gives way to `watch` and `hash_plans`.
+        observe: Engine → what is entered for the run, such as a `pagedjax.report.record.Recorder` of it.
 
     Returns:
         Records and totals.
@@ -451,20 +457,21 @@ def simulate(
     prompts = Prompts(trace)
     coming = iter(enumerate(trace))
     following = next(coming, None)
-    while (following is not None or run.engine.has_work) and run.clock.now < until_s:
-        if following is not None and not run.engine.has_work:
-            run.clock.now = max(run.clock.now, following[1].arrival_s)
-        while following is not None and following[1].arrival_s <= run.clock.now:
-            number, request = following
-            name, tokens = str(number), prompts.tokens(number, request)
-            if run.accepts(name, request, tokens):
-                run.add(name, request, tokens, request.arrival_s)
-            else:
-                run.result.refused += 1
-            following = next(coming, None)
-        if run.engine.has_work:
-            run.result.records += [record for _, record in run.step()]
-            if skips:
-                run.look_ahead()
-                run.catch_up(min(until_s, following[1].arrival_s if following is not None else until_s))
+    with nullcontext() if observe is None else observe(run.engine):
+        while (following is not None or run.engine.has_work) and run.clock.now < until_s:
+            if following is not None and not run.engine.has_work:
+                run.clock.now = max(run.clock.now, following[1].arrival_s)
+            while following is not None and following[1].arrival_s <= run.clock.now:
+                number, request = following
+                name, tokens = str(number), prompts.tokens(number, request)
+                if run.accepts(name, request, tokens):
+                    run.add(name, request, tokens, request.arrival_s)
+                else:
+                    run.result.refused += 1
+                following = next(coming, None)
+            if run.engine.has_work:
+                run.result.records += [record for _, record in run.step()]
+                if skips:
+                    run.look_ahead()
+                    run.catch_up(min(until_s, following[1].arrival_s if following is not None else until_s))
     return run.finish()

@@ -1,0 +1,206 @@
+"""The record: what its frames say equals what the manager knew, and bad files are refused by line."""
+
+import gzip
+import json
+import random
+import zlib
+from functools import partial
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import PagedManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine, SamplingParams, StepResult
+from pagedjax.models.family_configs import read_shape
+from pagedjax.report.record import Recorder, RecordError, Replay, read_record, replay
+from pagedjax.sim.cost import CostModel, HardwareSpec
+from pagedjax.sim.simulator import simulate
+from pagedjax.sim.synth import chat
+
+
+class _Runner:
+    """Answers each sample with a token that depends on its length alone."""
+
+    def __init__(self, manager):
+        self.pool_blocks, self.block_size, self.block_bytes = manager.pool_blocks, manager.block_size, (1000,)
+        self.fails = False
+
+    def execute(self, plan):
+        if self.fails:
+            raise RuntimeError("the device fell over")
+        samples = [seq for row in plan.rows for seq in row.samples]
+        tokens = [zlib.crc32(f"{s.request.request_id}{s.num_tokens}".encode()) % 50 for s in samples]
+        return StepResult(tokens, [], 0.0)
+
+    def recover(self):
+        return False
+
+
+def _engine(num_blocks=13, preemption="recompute", **options):
+    manager = PagedManager(num_blocks=num_blocks, block_size=4, **options)
+    config = SchedulerConfig(6, 32, 8, True, preemption)
+    return Engine(manager, _Runner(manager), config, max_model_len=64)
+
+
+def _state(manager):
+    """The manager's snapshot without the order of the queue and the counters."""
+    state = manager.snapshot()
+    for group in state["groups"]:
+        del group["free_queue"]
+    return {"groups": state["groups"], "tables": state["tables"]}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"index": "radix"},
+        {"dedup": True},
+        {"host_blocks": 16, "preemption": "swap"},
+        {"policy": "s3fifo"},
+    ],
+    ids=str,
+)
+def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path, seed, options):
+    rng = random.Random(seed)
+    engine = _engine(**options)
+    path = tmp_path / ("run.jsonl.gz" if seed % 2 else "run.jsonl")
+    states = {}  # frames written so far → what the manager knew then
+    with Recorder(path, engine, {"kind": "simulated"}) as recorder:
+        written = []
+        write = recorder._write
+        recorder._write = lambda frame: (written.append(frame["frame"]), write(frame))
+        for _ in range(60):
+            if rng.random() < 0.7:
+                prompt = [1 + i // 6 for i in range(rng.randint(1, 24))] + [rng.randint(0, 2)] * rng.randint(
+                    0, 9
+                )
+                n, most = rng.choice([1, 1, 3]), rng.randint(1, 12)
+                engine.add(prompt, SamplingParams(max_tokens=most, n=n, ignore_eos=True))
+            if rng.random() < 0.05 and engine._requests:
+                engine.abort(rng.choice(list(engine._requests)))
+            engine.step()
+            states[1 + len(written)] = _state(engine.manager)
+        while engine.has_work:
+            engine.step()
+        final = engine.manager.snapshot()
+    frames = list(read_record(path))
+    assert replay(frames).snapshot() == final
+    assert any("preempted" in frame for frame in frames)
+    state, checked = Replay(), 0
+    for number, frame in enumerate(frames, 1):
+        state.apply(frame)
+        if number in states:
+            want, got = states[number], state.snapshot()
+            assert got["groups"] == want["groups"]
+            waiting = want["tables"].keys() - got["tables"].keys()
+            assert got["tables"] == {k: v for k, v in want["tables"].items() if k not in waiting}
+            assert not any(map(any, (want["tables"][seq] for seq in waiting))), (
+                "holds blocks, says the manager"
+            )
+            checked += 1
+    assert checked > 30
+
+
+def test_a_step_that_fails_and_an_abort_leave_a_true_record(tmp_path):
+    engine = _engine()
+    with Recorder(tmp_path / "r.jsonl", engine, {"kind": "measured"}):
+        first = engine.add([1] * 20, SamplingParams(max_tokens=9, ignore_eos=True))
+        engine.add([1] * 20, SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.step()
+        engine.runner.fails = True
+        with pytest.raises(RuntimeError):
+            engine.step()
+        engine.runner.fails = False
+        engine.abort(first)
+        while engine.has_work:
+            engine.step()
+        final = engine.manager.snapshot()
+    frames = list(read_record(tmp_path / "r.jsonl"))
+    assert replay(frames).snapshot() == final
+    assert [frame["reason"] for frame in frames if frame["frame"] == "end"] == ["abort", "length"]
+    assert any(how == "recompute" for frame in frames for _, how in frame.get("preempted", ()))
+
+
+def test_prompts_are_written_only_where_asked(tmp_path):
+    for name, decode in (("with", lambda ids: f"<script>{len(ids)}</script>"), ("without", None)):
+        engine = _engine()
+        with Recorder(tmp_path / name, engine, {"kind": "measured"}, decode=decode):
+            engine.add([1, 2, 3], SamplingParams(max_tokens=1))
+            engine.step()
+        assert ("script" in (tmp_path / name).read_text()) is (decode is not None)
+
+
+def test_one_record_at_a_time_and_only_of_an_idle_engine(tmp_path):
+    engine = _engine()
+    with (
+        Recorder(tmp_path / "a", engine, {"kind": "measured"}),
+        pytest.raises(ValueError, match="recorded already"),
+    ):
+        Recorder(tmp_path / "b", engine, {"kind": "measured"})
+    engine.add([1, 2, 3])
+    with pytest.raises(ValueError, match="has requests already"):
+        Recorder(tmp_path / "b", engine, {"kind": "measured"})
+
+
+def _lines(tmp_path):
+    engine = _engine()
+    with Recorder(tmp_path / "good", engine, {"kind": "simulated"}):
+        engine.add([1] * 9, SamplingParams(max_tokens=3, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+    return (tmp_path / "good").read_text().splitlines(keepends=True)
+
+
+def test_a_cut_record_gives_what_was_whole(tmp_path):
+    lines = _lines(tmp_path)
+    (tmp_path / "cut").write_text("".join(lines[:3]) + lines[3][: len(lines[3]) // 2])
+    assert len(list(read_record(tmp_path / "cut"))) == 3
+    whole = gzip.compress("".join(lines).encode())
+    (tmp_path / "cut.gz").write_bytes(whole[: len(whole) - 20])
+    assert 0 < len(list(read_record(tmp_path / "cut.gz"))) <= len(lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [], "holds no frame"),
+        (lambda lines: lines[1:], ":1: a record begins with a run frame"),
+        (lambda lines: [lines[0].replace('"version":1', '"version":9'), *lines[1:]], ":1: version 9"),
+        (
+            lambda lines: [lines[0].replace('"block_size":4', '"block_size":"x"'), *lines[1:]],
+            ":1: block_size='x'",
+        ),
+        (lambda lines: [*lines[:2], "nonsense\n", *lines[2:]], ":3: no frame"),
+        (lambda lines: [*lines[:2], "[1]\n", *lines[2:]], ":3: no frame"),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused_by_line(tmp_path, change, said):
+    (tmp_path / "bad").write_text("".join(change(_lines(tmp_path))))
+    with pytest.raises(RecordError, match=said):
+        list(read_record(tmp_path / "bad"))
+
+
+def test_frames_are_strict_json(tmp_path):
+    for line in _lines(tmp_path):
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert np.isfinite([frame.get("t", 0.0) for frame in map(json.loads, _lines(tmp_path))]).all()
+
+
+def test_recording_leaves_the_simulators_fast_path_on_and_changes_nothing(tmp_path):
+    trace = chat(6, turns=4, system_tokens=20, user_tokens=12, output_tokens=30, seed=3)
+    cost = CostModel(HardwareSpec.read("a100-40gb"), read_shape("opt-13b"), 16)
+    runs, states = [], []
+    for path in (None, tmp_path / "run.jsonl"):
+        manager = PagedManager(num_blocks=80, block_size=16)
+        observe = None if path is None else partial(Recorder, path, about={"kind": "simulated"})
+        runs.append(simulate(trace, manager, cost, SchedulerConfig(), max_model_len=1024, observe=observe))
+        states.append(manager.snapshot())
+    assert runs[0].records == runs[1].records and states[0] == states[1]
+    frames = list(read_record(tmp_path / "run.jsonl"))
+    assert replay(frames).snapshot() == states[1]
+    steps = sum(frame["frame"] == "step" for frame in frames)
+    quiet = sum(frame["count"] for frame in frames if frame["frame"] == "quiet")
+    assert quiet > steps and steps + quiet == runs[1].num_steps

@@ -65,7 +65,7 @@ class Admission:
         for group, table in zip(self.matcher.groups, state.tables):
             for i, entry in enumerate(table):
                 if entry < 0:  # keep all slots before any block is taken: taking may evict to the host
-                    found.append((group, i, group.tier.read(state.chain.digest(i))))
+                    found.append((group, i, group.tier.read(group.names(state.chain, i + 1)[i])))
         for group, i, slot in found:
             (b,) = group.pool.take(1, now)
             state.tables[group.id][i] = b
@@ -84,8 +84,12 @@ class Admission:
             stats.resumed_tokens += len(state.chain)
             stats.resumed_hit_tokens += hit.num_tokens
             return
+        stats.miss_reasons[hit.reason] = stats.miss_reasons.get(hit.reason, 0) + 1
+        if not state.hints.cache_read:
+            stats.opted_out_requests += 1
+            stats.opted_out_tokens += len(state.chain)
+            return
         stats.requests += 1
         stats.prompt_tokens += len(state.chain)
         stats.hit_tokens += hit.num_tokens
         stats.partial_hits += bool(state.partial)
-        stats.miss_reasons[hit.reason] = stats.miss_reasons.get(hit.reason, 0) + 1

@@ -42,7 +42,8 @@ def resident(groups: Sequence[Group]) -> Resident:
     for group in groups:
         counts = Counter(key for key in group.pool.keys if key is not None)
         out |= {(group.id, "device", key): count for key, count in counts.items()}
-        out |= {(group.id, "host", key): 1 for key in group.tier.contents()}
+        stored = Counter(group.tier.contents())
+        out |= {(group.id, "host", key): count for key, count in stored.items()}
     return out
 
 
@@ -76,6 +77,7 @@ def check(groups: Sequence[Group], seqs: Mapping[int, SeqState], pins: Pins) -> 
     """Raise `InvariantError` unless pools, indexes, tiers and the tables that hold blocks agree."""
     for group in groups:
         holding = [s.tables[group.id] for s in seqs.values() if not s.recorded] + pins.tables(group.id)
+        holding += [[b for (number, _), b in s.anchors.items() if number == group.id] for s in seqs.values()]
         references = Counter(b for table in holding for b in table if b)
         group.pool.check(references)
         group.index.check(group.pool.keys)

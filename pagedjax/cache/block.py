@@ -108,28 +108,48 @@ class BlockPool:
                 raise InvariantError(f"policy named {len(victims)} victims of {n} asked for")
             self._recycle(victims, evicted=True)
             return victims
-        # Inner blocks stay until everything below them is gone: the tail below a victim goes instead.
+        # Inner blocks stay until everything below them is gone.
         ready = self.index.leading_leaves(victims)
         out = victims[:ready]
         if out:
             self._recycle(out, evicted=True)
-        while len(out) < n:
-            leaf = self._leaf(now)
-            self._recycle([leaf], evicted=True)
-            out.append(leaf)
+        if len(out) < n:
+            out += self._evict_leaves(n - len(out), now)
         return out
 
-    def _leaf(self, now: float) -> int:
-        width = 1
-        while True:
-            candidates = self.policy.victim(min(width, self.num_evictable), now)
-            for block in candidates[width // 2 :]:
-                leaf = self.index.leaf_below(block)
-                if not self.ref[leaf] and leaf not in self.leaving:
-                    return leaf
-            if width >= self.num_evictable:
-                raise InvariantError(f"no evictable leaf among {self.num_evictable} evictable blocks")
-            width *= 2
+    def _evict_leaves(self, n: int, now: float) -> list[int]:
+        """Drop the content of the policy's first leaf, n times over.
+
+        Inner blocks that stand before it are passed over; each becomes the first leaf when its last
+        continuation goes. Costs as many steps as blocks are passed over.
+        """
+        index = self.index
+        out: list[int] = []
+        inner: dict[int, None] = {}  # passed over, in the policy's order
+        order: list[int] = []
+        exposed: list[int] = []  # of those, what the last eviction may have made a leaf
+        at = width = 0
+        while len(out) < n:
+            leaf = next((b for b in exposed if b in inner and index.is_leaf(b)), 0)
+            while not leaf:
+                if at == len(order):
+                    if width >= self.num_evictable:
+                        raise InvariantError(f"no leaf among {self.num_evictable} evictable blocks")
+                    width = min(max(2 * width, len(inner) + n - len(out)), self.num_evictable)
+                    order, at = [b for b in self.policy.victim(width, now) if b not in inner], 0
+                    continue
+                if index.is_leaf(order[at]):
+                    leaf = order[at]
+                else:
+                    inner[order[at]] = None
+                at += 1
+            inner.pop(leaf, None)
+            before = index.before(leaf)
+            self._recycle([leaf], evicted=True)
+            out.append(leaf)
+            width = min(width, self.num_evictable - 1)
+            exposed = [before] if before >= 0 else list(inner)
+        return out
 
     def _recycle(self, blocks: list[int], *, evicted: bool) -> None:
         """Content leaves: index, policy and block are cleared together, here and nowhere else."""
@@ -236,13 +256,21 @@ class BlockPool:
         """A pending copy reads the block: it is not handed out until `settle`."""
         self.readers[block] = self.readers.get(block, 0) + 1
 
-    def drop_reader(self, block: int) -> None:
-        """A pending copy was cancelled."""
+    def drop_reader(self, block: int, now: float) -> None:
+        """A pending copy was cancelled: what only it kept from its queue returns there."""
         left = self.readers[block] - 1
         if left:
             self.readers[block] = left
-        else:
-            del self.readers[block]
+            return
+        del self.readers[block]
+        if block in self.leaving:
+            batches, self._leaving = self._leaving, []
+            for idle in batches:
+                if any(b in self.readers for b in idle):
+                    self._leaving.append(idle)
+                else:
+                    self.leaving.difference_update(idle)
+                    self._queue(idle, now)
 
     def settle(self, now: float = 0.0) -> None:
         """All pending copies have been handed out: leaving batches return to the queue, in order."""

@@ -44,7 +44,7 @@ class PendingCopies:
         """Some pending copy has still to fill one of these device blocks."""
         return any(c.group == group and c.kind != "swap_out" and c.dst in blocks for c in self._pending)
 
-    def cancel_unneeded(self) -> None:
+    def cancel_unneeded(self, now: float) -> None:
         """Drop copies into blocks that nobody holds and no other copy reads."""
         if not self._pending:
             return
@@ -54,7 +54,7 @@ class PendingCopies:
             if copy.kind == "swap_out" or pool.ref[copy.dst] or copy.dst in pool.readers:
                 kept.append(copy)
             elif copy.kind == "cow":
-                pool.drop_reader(copy.src)
+                pool.drop_reader(copy.src, now)
         self._pending = kept[::-1]
 
     def take(self, now: float) -> CopyPlan:

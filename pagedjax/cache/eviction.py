@@ -16,6 +16,10 @@ class EvictionPolicy(Protocol):
     Time is the caller's logical `now`. A policy orders evictable blocks only; the pool hands out blank ones
     first. Within a batch the order is meaningful: `release` names the tail of a sequence first, so a policy
     that breaks ties by arrival evicts tails before heads.
+
+    A policy may have a sixth, `link(before: int, block: int) -> None`, called just before `insert`: the first of
+    the blocks continues block `before` (0: it begins a sequence). One whose scores could put a head before its
+    tail needs it (`CostAware`): what continues an evicted block is of no use any more.
     """
 
     def insert(self, blocks: list[int], keys: list[bytes], first: int, hints: Hints, now: float) -> None:
@@ -31,7 +35,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def victim(self, count: int, now: float) -> list[int]:
-        """The next `count` evictable blocks in order of eviction. They stay until `remove`."""
+        """The next `count` evictable blocks in order of eviction. They stay until `remove`; asking changes nothing."""
         ...
 
     def remove(self, blocks: list[int]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,8 @@ class Group:
         tier: Its blocks on the host; of 0 blocks where there is none.
         block_size: Tokens per block.
         evicted: Digests of blocks evicted lately.
+        link: The policy's hook of that name, if it has one.
+        host_verifies: The host tier may not trust digests, since the index does not.
     """
 
     id: int
@@ -130,16 +132,52 @@ class Group:
     tier: HostTier
     block_size: int
     evicted: EvictedKeys = field(init=False)
+    link: Callable[[int, int], None] | None = field(init=False)
+    host_verifies: bool = field(init=False)
+    _name_of: dict[int, bytes] = field(default_factory=dict)  # where a block's name is not its digest
+    _named: Counter[bytes] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.evicted = EvictedKeys(self.pool.num_blocks)
+        self.link = getattr(self.pool.policy, "link", None)
+        self.host_verifies = self.tier.num_blocks > 0 and self.index.verifies
+
+    def names(self, chain: TokenChain, num_blocks: int) -> list[bytes]:
+        """What the host tier knows a chain's first full blocks by: digests, collision-proof where it verifies."""
+        return chain.proof(num_blocks) if self.host_verifies else chain.digests(num_blocks)
+
+    def remember(self, chain: TokenChain, first: int, blocks: list[int]) -> None:
+        """Blocks were registered, and the host tier verifies: keep names that their digests are not."""
+        end = first + len(blocks)
+        names = chain.proof(end)
+        if names is not chain.digests(end):
+            for b, name in zip(blocks, names[first:end]):
+                self._name_of[b] = name
+                self._named[name] += 1
+
+    def forget_name(self, block: int, key: bytes) -> tuple[bytes, int]:
+        """(name, resident copies) of a block's content, which is about to leave."""
+        name = self._name_of.pop(block, None)
+        if name is None:
+            return key, self.index.copies(key)
+        copies = self._named[name]
+        self._named[name] -= 1
+        if copies == 1:
+            del self._named[name]
+        return name, copies
+
+    def forget_all(self) -> None:
+        """Every content has left."""
+        self.evicted.clear()
+        self._name_of.clear()
+        self._named.clear()
 
     def resident(self, chain: TokenChain, num_blocks: int, *, host: bool = True) -> list[int]:
         """For each of a chain's first full blocks a device id, -1 - h for host slot h, or 0: neither has it."""
         blocks = self.index.resident(chain, num_blocks)
         if host and len(self.tier):
-            digests, find = chain.digests(num_blocks), self.tier.find
-            blocks = [b or -1 - find(digests[i]) for i, b in enumerate(blocks)]
+            names, find = self.names(chain, num_blocks), self.tier.find
+            blocks = [b or -1 - find(names[i]) for i, b in enumerate(blocks)]
         return blocks
 
     def touch_window(self, chain: TokenChain, table: list[int], hints: Hints, now: float) -> None:
@@ -197,7 +235,8 @@ class Group:
         best = 0
         for i in range(num_blocks):
             run = run + 1 if resident[i] else 0
-            need = i + 1 - self.first_needed((i + 1) * self.block_size)
+            # One at least: a hit of which nothing is resident would be no hit (a window of 1 needs none).
+            need = max(i + 1 - self.first_needed((i + 1) * self.block_size), 1)
             if run >= need:
                 best = i + 1
         return best
@@ -212,8 +251,6 @@ def make_groups(
     policy: Any,
     verify_tokens: bool,
     host_blocks: int,
-    on_evict: Callable[[Group, list[int], list[bytes]], None],
-    on_host: Callable[[str, Group, bytes, int], None] | None = None,
 ) -> list[Group]:
     """Groups with pools, indexes and tiers of their own.
 
@@ -224,8 +261,6 @@ def make_groups(
         policy: As `make_policy` takes it.
         verify_tokens: The indexes have to compare tokens.
         host_blocks: Blocks of each group's tier.
-        on_evict: Told of blocks and their digests that are about to make room.
-        on_host: Told ("stored" or "removed", group, digest, slot) of what comes to a tier and leaves it.
     """
     groups: list[Group] = []
     for number, spec in enumerate(specs):
@@ -234,13 +269,16 @@ def make_groups(
         if spec.window is not None:
             built.leaf_only = False  # the blocks behind a window go first, whatever continues them
         pool = BlockPool(blocks, make_policy(policy, blocks), built)
-        group = Group(number, spec.window, pool, built, HostTier(host_blocks), block_size)
-        pool.on_evict = partial(on_evict, group)
-        if on_host is not None:
-            group.tier.on_stored = partial(on_host, "stored", group)
-            group.tier.on_removed = partial(on_host, "removed", group)
-        groups.append(group)
+        groups.append(Group(number, spec.window, pool, built, HostTier(host_blocks), block_size))
     return groups
+
+
+def free_anchors(
+    groups: Sequence[Group], anchors: dict[tuple[int, int], int], first: int, now: float
+) -> None:
+    """Let go of the first copies that a sequence's blocks from position `first` on were registered behind."""
+    for number, position in sorted((at for at in anchors if at[1] >= first), reverse=True):
+        groups[number].pool.free([anchors.pop((number, position))], now)
 
 
 def common_hit(groups: Sequence[Group], resident: Sequence[Sequence[object]], num_blocks: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 from pagedjax.cache.hashing import TokenChain, pack_tokens
 from pagedjax.cache.prefix import Index, PrefixIndex, common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
-
-_ANYWHERE = b""  # parent under which the first blocks of all namespaces are kept
+from pagedjax.cache.siblings import Siblings
 
 
 class HashIndex(Index):
@@ -34,10 +33,11 @@ class HashIndex(Index):
         self._size = 4 * block_size
         self._block_of: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # copies after the first, oldest first
-        self._children: dict[bytes, int | list[int]] = {}  # a list is sorted by the blocks' tokens
+        self._children: dict[bytes, int | Siblings] = {}  # several: (tokens, block)
         self._parent: list[bytes | None] = [None] * num_blocks
         self._namespaced = False  # some block was registered under extra keys of its own
-        self._firsts: set[int] = set()  # blocks that are children of _ANYWHERE
+        self._firsts: dict[int, bytes] = {}  # first blocks of sequences, of all namespaces: their tokens
+        self._num_firsts: dict[bytes, int] = {}  # and how many blocks have these tokens
         self._tokens = bytearray(num_blocks * self._size)
         self._rows = np.frombuffer(self._tokens, dtype="<i4").reshape(num_blocks, block_size)
 
@@ -89,10 +89,7 @@ class HashIndex(Index):
     def foreign(self, chain: TokenChain) -> bool:
         if chain.num_full_blocks == 0 or not (self._namespaced or chain.extra.namespace):
             return False
-        wanted = bytes(chain.packed(1)[: self._size])
-        children = self._children.get(_ANYWHERE, [])
-        near = [children] if isinstance(children, int) else self._neighbours(children, wanted)
-        return any(self._content(b) == wanted for b in near)
+        return bytes(chain.packed(1)[: self._size]) in self._num_firsts
 
     def copies(self, key: bytes) -> int:
         return (key in self._block_of) + len(self._twins.get(key, ()))
@@ -101,10 +98,12 @@ class HashIndex(Index):
         """The block's tokens, i32le; compares with bytes."""
         return self._tokens[block * self._size : (block + 1) * self._size]
 
-    def _neighbours(self, children: list[int], wanted: bytes) -> list[int]:
+    @staticmethod
+    def _neighbours(children: Siblings, wanted: bytes) -> list[int]:
         """Of children sorted by tokens, those between which `wanted` falls: one shares most with it."""
-        at = bisect_left(children, wanted, key=self._content)
-        return children[max(at - 1, 0) : at + 1]
+        place = (wanted,)
+        sides = (next(children.before(place), None), next(children.after(place), None))
+        return [item[1] for item in sides if item is not None]
 
     def _parent_key(self, chain: TokenChain, index: int) -> bytes:
         return chain.digests(index)[index - 1] if index else chain.scheme.root + chain.extra.namespace
@@ -162,11 +161,10 @@ class HashIndex(Index):
         children, parent_of = self._children, self._parent
         if is_first:
             self._namespaced |= bool(chain.extra.namespace)
-            self._children.setdefault(_ANYWHERE, [])
-            self._add_child(_ANYWHERE, blocks[0])
-            self._firsts.add(blocks[0])
-            # First blocks are always kept in lists, so that `forget` meets them on its careful path.
-            self._children.setdefault(parents[0], [])
+            tokens = self._firsts[blocks[0]] = bytes(self._content(blocks[0]))
+            self._num_firsts[tokens] = self._num_firsts.get(tokens, 0) + 1
+            # First blocks are always kept as siblings, so that `forget` meets them on its careful path.
+            self._children.setdefault(parents[0], Siblings())
         for b, parent in zip(blocks, parents):
             parent_of[b] = parent
         # The first may join others under a parent that many continue; the rest follow each other.
@@ -179,22 +177,22 @@ class HashIndex(Index):
                 self._add_child(parent, b)
 
     def _add_child(self, parent: bytes, block: int) -> None:
-        held = self._children.setdefault(parent, block)
-        if isinstance(held, int):
-            if held == block:
+        known = self._children.setdefault(parent, block)
+        if isinstance(known, int):
+            if known == block:
                 return
-            held = [held]
-            self._children[parent] = held
-        held.insert(bisect_left(held, self._content(block), key=self._content), block)
+            other, known = known, Siblings()
+            known.add((bytes(self._content(other)), other))
+            self._children[parent] = known
+        known.add((self._firsts.get(block) or bytes(self._content(block)), block))
 
     def _drop_child(self, parent: bytes, block: int) -> None:
-        held = self._children[parent]
-        if isinstance(held, int):
+        known = self._children[parent]
+        if isinstance(known, int):
             del self._children[parent]
             return
-        at = bisect_left(held, self._content(block), key=self._content)
-        del held[held.index(block, at)]
-        if not held:
+        known.remove((bytes(self._content(block)), block))
+        if not known:
             del self._children[parent]
 
     # --------------------------------------------------------------- forget
@@ -209,11 +207,11 @@ class HashIndex(Index):
                 del block_of[key]
             # Nearly every block is the only child of its parent, and then the entry is the block itself.
             parent = parent_of[b]
-            held = take_child(parent, None)  # type: ignore[arg-type]
-            if held == b:
+            known = take_child(parent, None)  # type: ignore[arg-type]
+            if known == b:
                 parent_of[b] = None
             elif parent is not None:
-                self._children[parent] = held  # type: ignore[assignment]
+                self._children[parent] = known  # type: ignore[assignment]
                 self._forget_child(b)
 
     def _forget_child(self, block: int) -> None:
@@ -222,9 +220,11 @@ class HashIndex(Index):
             return
         self._drop_child(parent, block)
         self._parent[block] = None
-        if block in self._firsts:
-            self._firsts.remove(block)
-            self._drop_child(_ANYWHERE, block)
+        tokens = self._firsts.pop(block, None)
+        if tokens is not None:
+            left = self._num_firsts.pop(tokens) - 1
+            if left:
+                self._num_firsts[tokens] = left
 
     def _forget_copy(self, key: bytes, block: int) -> None:
         others = self._twins[key]
@@ -245,7 +245,9 @@ class HashIndex(Index):
                 found[b] = key
         if found.keys() != named.keys() or not self._twins.keys() <= self._block_of.keys():
             raise InvariantError(f"indexed blocks {sorted(found)} are not the named ones {sorted(named)}")
-        for parent, held in self._children.items():
-            for b in [held] if isinstance(held, int) else held:
-                if b not in found or (parent != _ANYWHERE and self._parent[b] != parent):
+        for parent, known in self._children.items():
+            for b in [known] if isinstance(known, int) else [item[1] for item in known]:
+                if b not in found or self._parent[b] != parent:
                     raise InvariantError(f"block {b}: is kept as a child of {parent!r}, which it is not")
+        if Counter(self._firsts.values()) != self._num_firsts or not self._firsts.keys() <= found.keys():
+            raise InvariantError(f"first blocks {sorted(self._firsts)} are not those that are counted")

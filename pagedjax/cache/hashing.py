@@ -124,6 +124,8 @@ NO_EXTRA = ExtraKeys()
 class HashScheme(Protocol):
     """A way to name blocks. Implementations are immutable and shared by chains.
 
+    A scheme may say `collision_proof = True`: equal digests then mean equal prefixes.
+
     Attributes:
         name: As in `TokenChain(hash=...)`.
         root: Stands for the parent of a first block.
@@ -167,6 +169,11 @@ class CanonicalHash:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", self.function(ROOT_LABEL + self.seed.encode()))
+
+    @property
+    def collision_proof(self) -> bool:
+        """Nobody finds two prefixes of one digest: true of SHA-256."""
+        return self.function is _sha256
 
     def extend(
         self, parent: bytes, first: int, packed: bytes, block_size: int, extra: ExtraKeys
@@ -215,6 +222,7 @@ class CborHash:
 
     seed: str = CBOR_SEED
     name: str = "sha256_cbor"
+    collision_proof: bool = True
     root: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -331,7 +339,7 @@ class TokenChain:
         (1, 32)
     """
 
-    __slots__ = ("_digests", "_packed", "block_size", "extra", "scheme", "tokens")
+    __slots__ = ("_digests", "_packed", "_proof", "block_size", "extra", "scheme", "tokens")
 
     def __init__(
         self,
@@ -352,6 +360,7 @@ class TokenChain:
         self.extra = NO_EXTRA if extra is NO_EXTRA or extra == NO_EXTRA else extra
         self._digests: list[bytes] = []
         self._packed = bytearray()
+        self._proof: TokenChain | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -399,6 +408,15 @@ class TokenChain:
             raise ValueError(f"block {index}: must not be negative; blocks count from 0")
         return self.digests(index + 1)[index]
 
+    def proof(self, num_blocks: int) -> list[bytes]:
+        """As `digests`, by a collision-proof scheme: the chain's own where it is one, else SHA-256."""
+        if getattr(self.scheme, "collision_proof", False):
+            return self.digests(num_blocks)
+        if self._proof is None:
+            self._proof = TokenChain((), block_size=self.block_size, extra=self.extra)
+            self._proof.tokens = self.tokens  # the same list: it grows with this chain
+        return self._proof.digests(num_blocks)
+
     def packed(self, num_blocks: int) -> bytearray:
         """Tokens of at least the first `num_blocks` full blocks as i32le bytes; live, not to be changed."""
         self.digests(num_blocks)
@@ -413,4 +431,5 @@ class TokenChain:
         other.extra = self.extra
         other._digests = self._digests.copy()
         other._packed = self._packed.copy()
+        other._proof = None
         return other

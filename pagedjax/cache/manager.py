@@ -12,7 +12,7 @@ from pagedjax.cache.admission import Admission
 from pagedjax.cache.block import BlockPool
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.events import EventLog, Resident
-from pagedjax.cache.groups import Group, KVGroup, make_groups
+from pagedjax.cache.groups import Group, KVGroup, free_anchors, make_groups
 from pagedjax.cache.hashing import TokenChain
 from pagedjax.cache.match import Matcher
 from pagedjax.cache.pins import Pins
@@ -25,7 +25,7 @@ from pagedjax.cache.swap import SwapSpace
 
 
 class PagedManager:
-    """Blocks on demand, shared by prefix, copied on first write.
+    """Blocks on demand, shared by prefix, copied on first write. `KVCacheManager` says what each method promises.
 
     *Last-token rule*: a hit never covers the last token of the chain, so that there are logits to sample
     from. Without partial reuse hits are whole blocks: a 32-token prompt sent twice hits 16 at block size
@@ -37,8 +37,6 @@ class PagedManager:
     *Red line*: no position is ever written in a block that another holds or that is indexed. `reserve` is
     the one place that checks it.
 
-    What the methods promise is written at `KVCacheManager`.
-
     Args:
         num_blocks: Blocks of the pool, the null block 0 included.
         block_size: Tokens per block.
@@ -48,7 +46,7 @@ class PagedManager:
         verify_tokens: Compare tokens, not digests alone, before a block is shared: for hashes that are not
             collision-proof. An index that cannot is refused; the hash index has a kind that does.
         dedup: When a block turns out to be resident already, use the first copy and free the new one; else
-            the new one stays beside it (a radix index then leaves it and what follows it unregistered).
+            the new one stays beside it (in a tree unregistered; the first copy is held for what follows it).
             None: as the index is by nature: with, where it excludes twins, else without.
         partial: Least gain, in tokens, for which a part of a block is copied from a cached one; 0: never.
         groups: KV groups; None is one full-attention group.
@@ -91,8 +89,6 @@ class PagedManager:
             policy=policy,
             verify_tokens=verify_tokens,
             host_blocks=host_blocks,
-            on_evict=lambda group, blocks, keys: self._registrar.evicted(group, blocks, keys, self.now),
-            on_host=None if events is None else self._report_host,
         )
         self.dedup = self._groups[0].index.exclusive if dedup is None else dedup
         self._filling = Filling()
@@ -101,11 +97,9 @@ class PagedManager:
         self._admission = Admission(self._matcher, self._copies, self.stats, self._filling)
         self._swap = SwapSpace(self._groups, self._copies, self.stats)
         self._pins = Pins(self._matcher, self._seqs)
-        self._registrar = Registrar(self._seqs, self._copies, self.stats, events, self.dedup)
-        self._one = self._matcher.one
-
-    def _report_host(self, kind: str, group: Group, key: bytes, slot: int) -> None:
-        self._registrar.host(kind, group, key, slot, self.now)
+        self._registrar = Registrar(
+            self._groups, self._seqs, self._copies, self.stats, events, self.dedup, lambda: self.now
+        )
 
     # -------------------------------------------------------------- sizes
 
@@ -236,8 +230,9 @@ class PagedManager:
             pool.touch([source], len(table), state.hints, self.now)
         blocks = pool.take(new + len(copies), self.now)
         self.stats.blocks_taken += len(blocks)
-        pairs = [(table[i], b) for i, b in zip(copies, blocks)]
+        pairs = []
         for i, b in zip(copies, blocks):
+            pairs.append((table[i], b))
             table[i] = b
         table += blocks[len(copies) :]
         if copies:
@@ -274,7 +269,7 @@ class PagedManager:
                     self._registrar.register(group, state, state.indexed, full, now)
             state.indexed = full
             self._filling.start(state)
-        if self._one is None:
+        if self._matcher.one is None:
             self.leave_behind(seq, num_computed)
 
     def leave_behind(self, seq: int, num_computed: int) -> None:
@@ -292,12 +287,13 @@ class PagedManager:
     def fork(self, parent: int, child: int, chain: TokenChain) -> None:
         """Let `child` share all of the parent's written blocks; each copies on its first write."""
         source = self._get(parent)
-        if child in self._seqs:
-            raise ValueError(f"sequence {child}: exists already; release it first")
+        require(child not in self._seqs, f"sequence {child}: exists already; release it first")
         self._check_not_swapped(child)
         self._seqs[child] = state = source.fork(parent, child, chain)
         for group, table in zip(self._groups, state.tables):
             group.pool.share([b for b in table if b])
+        for (number, _), b in state.anchors.items():
+            self._groups[number].pool.share([b])
 
     def release(self, seq: int) -> None:
         """Give a sequence's blocks back, each group's tail first. Idempotent; unknown ids are a no-op."""
@@ -312,7 +308,9 @@ class PagedManager:
         self._filling.stop(state)
         for group, table in zip(self._groups, state.tables):
             group.pool.free(table if group.window is None else [b for b in table if b], self.now)
-        self._copies.cancel_unneeded()
+        if state.anchors:
+            free_anchors(self._groups, state.anchors, 0, self.now)
+        self._copies.cancel_unneeded(self.now)
 
     def truncate(self, seq: int, num_tokens: int) -> None:
         """Forget the positions from `num_tokens` on, and give back the blocks only they needed.
@@ -328,7 +326,8 @@ class PagedManager:
             group.check_kept(table, num_tokens)
         for group, table in zip(self._groups, state.tables):
             group.free_tail(table, keep, self.now)
-        self._copies.cancel_unneeded()
+        free_anchors(self._groups, state.anchors, num_tokens // self.block_size, self.now)
+        self._copies.cancel_unneeded(self.now)
         state.computed = min(state.computed, num_tokens)
         state.indexed = min(state.indexed, num_tokens // self.block_size)
         self._filling.start(state)
@@ -417,8 +416,7 @@ class PagedManager:
 
     def reset(self, mode: str = "strict") -> ResetReport:
         """Drop every cached content, as after a change of weights."""
-        if mode not in ("strict", "preempt"):
-            raise ValueError(f"mode={mode}: must be strict or preempt")
+        require(mode in ("strict", "preempt"), f"mode={mode}: must be strict or preempt")
         holders = [seq for seq, state in self._seqs.items() if not state.recorded] + list(self._swap.states)
         if mode == "strict" and (holders or len(self._pins)):
             return ResetReport(False, blocked_by=len(holders) + len(self._pins))
@@ -430,7 +428,7 @@ class PagedManager:
         if self.events is not None:
             self.events.cleared(self.now)
         for group in self._groups:
-            group.evicted.clear()
+            group.forget_all()
         return ResetReport(True, cleared, tuple(holders))
 
     def snapshot(self) -> dict[str, Any]:

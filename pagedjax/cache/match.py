@@ -62,7 +62,27 @@ class Matcher:
         if gain:
             state.partial = sources
             state.computed += gain
-        return Hit(tokens + gain, self.reason(chain, full, gain, below, limit, filling), tokens + below)
+        reason = self.reason(chain, full, gain, below, limit, filling)
+        if self.one is None and tokens + self.block_size <= limit:
+            group, evicted = self._stopped_by(chain, full, limit)
+            if evicted and reason is MissReason.NO_MATCH:
+                reason = MissReason.EVICTED
+            return Hit(tokens + gain, reason, tokens + below, group)
+        return Hit(tokens + gain, reason, tokens + below)
+
+    def _stopped_by(self, chain: TokenChain, full: int, limit: int) -> tuple[int | None, bool]:
+        """(the group that ends a hit of `full` blocks alone, if one does, whether it lost blocks to eviction)."""
+        count = limit // self.block_size
+        resident = [group.resident(chain, count) for group in self.groups]
+        longest = [group.fit(blocks, count) for group, blocks in zip(self.groups, resident)]
+        shortest = min(longest)
+        evicted = False
+        for group, blocks, own in zip(self.groups, resident, longest):
+            if own == shortest:
+                needed = range(group.first_needed((full + 1) * self.block_size), count)
+                evicted |= any(not blocks[i] and chain.digest(i) in group.evicted for i in needed)
+        alone = longest.count(shortest) == 1 and len(longest) > 1
+        return (longest.index(shortest) if alone else None), evicted
 
     def still_there(self, state: SeqState) -> bool:
         """The blocks recorded in a state still hold what `look_up` found."""
@@ -98,10 +118,10 @@ class Matcher:
     @staticmethod
     def _continue_on_host(group: Group, chain: TokenChain, blocks: list[int], count: int) -> None:
         """Go on with what the host has."""
-        digests, tier = chain.digests(count), group.tier
+        names, tier = group.names(chain, count), group.tier
         resident: list[int] = []
         for i in range(len(blocks), count):
-            slot = tier.find(digests[i])
+            slot = tier.find(names[i])
             if slot >= 0:
                 blocks.append(-1 - slot)
                 continue

@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from pagedjax.cache.eviction import LRU, EvictionPolicy
@@ -38,27 +38,43 @@ class _Queue:
 
     def push(self, block: int, score: Any) -> None:
         self._arrivals += 1
-        entry = (score, self._arrivals, block)
-        self._live[block] = entry
+        self._place((score, self._arrivals, block))
+
+    def _place(self, entry: tuple[Any, int, int]) -> None:
+        self._live[entry[2]] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = sorted(self._live.values())
+
+    def score(self, block: int) -> Any:
+        """The score of a block that is there."""
+        return self._live[block][0]
+
+    def rescore(self, block: int, score: Any) -> None:
+        """Another score for a block that is there; among equals it keeps the place of its arrival."""
+        self._place((score, self._live[block][1], block))
 
     def discard(self, block: int) -> Any:
         """Remove a block if it is there; returns its score, or None."""
         entry = self._live.pop(block, None)
         return None if entry is None else entry[0]
 
+    def ordered(self) -> Iterator[int]:
+        """The blocks in order; they stay. Nothing may be pushed or discarded meanwhile."""
+        heap, live = self._heap, self._live
+        while heap and live.get(heap[0][2]) is not heap[0]:
+            heapq.heappop(heap)
+        front = [(entry, 0) for entry in heap[:1]]
+        while front:
+            entry, at = heapq.heappop(front)
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(front, (heap[child], child))
+            if live.get(entry[2]) is entry:
+                yield entry[2]
+
     def first(self, count: int) -> list[int]:
         """The first `count` blocks in order; they stay."""
-        out: list[tuple[Any, int, int]] = []
-        while self._heap and len(out) < count:
-            entry = heapq.heappop(self._heap)
-            if self._live.get(entry[2]) is entry:
-                out.append(entry)
-        for entry in out:
-            heapq.heappush(self._heap, entry)
-        return [block for _, _, block in out]
+        return list(islice(self.ordered(), count))
 
     def blocks(self) -> list[int]:
         return list(self._live)
@@ -136,8 +152,9 @@ class CostAware(_Scored):
     """Cheapest to recompute first, aged: GreedyDual over seconds of recomputation times uses.
 
     A block's worth is age + uses * cost(position): computing a block deeper in its sequence takes longer,
-    since its queries attend to all before it. Each eviction raises the age to the worth of its victim, so
-    that what is not hit again sinks.
+    since its queries attend to all before it. A block is worth at least what the blocks that continue it
+    are, for these are of no use without it: so tails go before heads. Each eviction raises the age to the
+    worth of its victim, so that what is not hit again sinks.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -153,19 +170,39 @@ class CostAware(_Scored):
         self._uses = [0] * num_blocks
         self._cost = [0.0] * num_blocks
         self._worth = [0.0] * num_blocks
+        self._lives = [0] * num_blocks  # contents that each block has had
+        self._before = [(0, 0)] * num_blocks  # the block that it continues, and which life of that one
         self._age = 0.0
+
+    def link(self, before: int, block: int) -> None:
+        self._before[block] = (before, self._lives[before])
 
     def insert(self, blocks: list[int], keys: list[bytes], first: int, hints: Hints, now: float) -> None:
         for i, b in enumerate(blocks, start=first):
             self._uses[b] = 1
             self._cost[b] = self._base_s + i * self._per_block_s
             self._worth[b] = self._age + self._cost[b]
+        for before, b in pairwise(blocks):
+            self.link(before, b)
+        for b in reversed(blocks):
+            self._lift(b)
 
     def hit(self, blocks: list[int], idle: list[int], first: int, hints: Hints, now: float) -> None:
         super().hit(blocks, idle, first, hints, now)
         for b in blocks:
             self._uses[b] += 1
-            self._worth[b] = self._age + self._uses[b] * self._cost[b]
+            self._worth[b] = max(self._worth[b], self._age + self._uses[b] * self._cost[b])
+        for b in reversed(blocks):
+            self._lift(b)
+
+    def _lift(self, block: int) -> None:
+        """What a block continues is worth at least as much as the block."""
+        worth, (before, life) = self._worth[block], self._before[block]
+        while before and life == self._lives[before] and self._worth[before] < worth:
+            self._worth[before] = worth
+            if before in self._queue:
+                self._queue.rescore(before, worth)
+            before, life = self._before[before]
 
     def _score(self, block: int, now: float) -> float:
         return self._worth[block]
@@ -175,6 +212,8 @@ class CostAware(_Scored):
             score = self._queue.discard(b)
             if score is not None:
                 self._age = max(self._age, score)
+            self._lives[b] += 1
+            self._before[b] = (0, 0)
 
 
 class Retention(_Scored):
@@ -237,8 +276,8 @@ class Retention(_Scored):
             expiry, b = heapq.heappop(self._expiring)
             if self._expiry.get(b) == expiry:
                 self._drop(b)
-                if self._queue.discard(b) is not None:
-                    self._queue.push(b, 0)
+                if b in self._queue:
+                    self._queue.rescore(b, 0)
 
     def _drop(self, block: int) -> None:
         self._retained -= self._priority.pop(block, 0) > 0
@@ -265,6 +304,7 @@ class Belady(_Scored):
         super().__init__(num_blocks)
         self._future = future
         self._keys: dict[int, bytes] = {}
+        self._due: list[tuple[float, int]] = []  # heap of (next use, block) of what was released
 
     def insert(self, blocks: list[int], keys: list[bytes], first: int, hints: Hints, now: float) -> None:
         self._keys.update(zip(blocks, keys))
@@ -272,7 +312,17 @@ class Belady(_Scored):
     def _score(self, block: int, now: float) -> float:
         times = self._future.get(self._keys[block], ())
         at = bisect_right(times, now)
-        return -times[at] if at < len(times) else -math.inf
+        if at == len(times):
+            return -math.inf
+        heapq.heappush(self._due, (times[at], block))
+        return -times[at]
+
+    def victim(self, count: int, now: float) -> list[int]:
+        while self._due and self._due[0][0] <= now:  # a use that passed without a hit is no next use
+            when, b = heapq.heappop(self._due)
+            if b in self._queue and self._queue.score(b) == -when:
+                self._queue.rescore(b, self._score(b, now))
+        return super().victim(count, now)
 
     def remove(self, blocks: list[int]) -> None:
         super().remove(blocks)
@@ -333,7 +383,7 @@ class S3FIFO:
 
     New contents enter the small queue, or the main one if the ghost remembers them. At the small queue's
     end a block hit more than once moves to the main queue, others go; at the main queue's end a block hit
-    since goes round again. `victim` makes these moves; asked again it gives the same answer.
+    since goes round again. `remove` makes the moves that lead to the block it is told of; `victim` makes none.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -376,29 +426,55 @@ class S3FIFO:
         for b in blocks:
             (self._main if b in self._in_main else self._small).push(b, self._entered[b])
 
-    def victim(self, count: int, now: float) -> list[int]:
-        out: list[tuple[_Queue, int]] = []
-        while len(out) < count and (self._small or self._main):
-            num_small = len(self._keys) - len(self._in_main) - sum(queue is self._small for queue, _ in out)
-            from_small = bool(self._small) and (num_small >= self._small_limit or not self._main)
-            queue = self._small if from_small else self._main
-            (b,) = queue.first(1)
-            queue.discard(b)
-            if from_small and self._uses[b] > 1:
-                self._enter(b, main=True)
-                self._main.push(b, self._entered[b])
-            elif not from_small and self._uses[b] > 0:
-                left = self._uses[b] - 1
-                self._enter(b, main=True)
-                self._uses[b] = left
-                self._main.push(b, self._entered[b])
+    def _sweep(self) -> Iterator[tuple[int, int | None]]:
+        """What evicting one block after another would do; changes nothing.
+
+        Yields:
+            (block, None): it goes. (block, uses): it moves to the main queue's end, with that count.
+        """
+        small, main = self._small.ordered(), self._main.ordered()
+        next_small, next_main = next(small, None), next(main, None)
+        moved: deque[tuple[int, int]] = deque()
+        num_small = len(self._keys) - len(self._in_main)
+        while True:
+            in_main = next_main is not None or bool(moved)
+            if next_small is not None and (num_small >= self._small_limit or not in_main):
+                b, uses = next_small, self._uses[next_small]
+                next_small = next(small, None)
+                num_small -= 1
+                left = 0 if uses > 1 else None
+            elif in_main:
+                if next_main is not None:
+                    b, uses = next_main, self._uses[next_main]
+                    next_main = next(main, None)
+                else:
+                    b, uses = moved.popleft()
+                left = uses - 1 if uses > 0 else None
             else:
-                out.append((queue, b))
-        for queue, b in out:
-            queue.push(b, self._entered[b])
-        return [b for _, b in out]
+                return
+            if left is not None:
+                moved.append((b, left))
+            yield b, left
+
+    def victim(self, count: int, now: float) -> list[int]:
+        return list(islice((b for b, left in self._sweep() if left is None), count))
 
     def remove(self, blocks: list[int]) -> None:
+        wanted = set(blocks)
+        moves = []
+        for b, left in self._sweep():
+            if left is not None:
+                moves.append((b, left))
+                continue
+            wanted.discard(b)
+            if not wanted:
+                break
+        for b, left in moves:  # on the way to the last of them
+            self._small.discard(b)
+            self._main.discard(b)
+            self._enter(b, main=True)
+            self._uses[b] = left
+            self._main.push(b, self._entered[b])
         for b in blocks:
             self._small.discard(b)
             self._main.discard(b)

@@ -75,19 +75,19 @@ class PrefixIndex(Protocol):
         ...
 
     def copies(self, key: bytes) -> int:
-        """Resident copies of a content."""
+        """Resident copies of a content that is registered."""
         ...
 
     def leading_leaves(self, blocks: list[int]) -> int:
         """How many of the blocks, in this order, may go because nothing registered continues them then."""
         ...
 
-    def leaf_below(self, block: int) -> int:
-        """The block itself if nothing registered continues it, else a tail of what does."""
-        ...
-
     def is_leaf(self, block: int) -> bool:
         """Nothing registered continues the block."""
+        ...
+
+    def before(self, block: int) -> int:
+        """The block that a registered one continues; 0: none does, -1: not kept, ask every block."""
         ...
 
     def depth(self, block: int) -> int:
@@ -119,11 +119,11 @@ class Index:
     def leading_leaves(self, blocks: list[int]) -> int:
         return len(blocks)
 
-    def leaf_below(self, block: int) -> int:
-        return block
-
     def is_leaf(self, block: int) -> bool:
         return True
+
+    def before(self, block: int) -> int:
+        return -1
 
     def depth(self, block: int) -> int:
         return 0

@@ -69,11 +69,13 @@ class Hit:
         num_tokens: Tokens whose KV is taken from the cache.
         reason: Why no more.
         matched_tokens: Tokens that match something resident, counted below block granularity.
+        group: The KV group that lacks blocks where another would have gone on; None: all end alike.
     """
 
     num_tokens: int
     reason: MissReason
     matched_tokens: int
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
-
 from pagedjax.cache.hashing import TokenChain, pack_tokens
 from pagedjax.cache.prefix import Index, common_prefix_tokens
 from pagedjax.cache.protocol import InvariantError
+from pagedjax.cache.siblings import Siblings
+
+_NO_EDGES = Siblings()  # of every node that has no child; never changed
 
 
 class _Node:
@@ -19,7 +19,7 @@ class _Node:
         blocks: Block ids; 0 marks a hole (a block that went although something continues it).
         start: Position of the first block in its chain.
         children: First block's edge (its tokens and item fields) to the node.
-        edges: The keys of `children`, sorted.
+        edges: The keys of `children`.
     """
 
     __slots__ = ("blocks", "children", "edge", "edges", "parent", "run", "start")
@@ -33,16 +33,18 @@ class _Node:
         self.blocks = blocks
         self.start = start
         self.children: dict[bytes, _Node] = {}
-        self.edges: list[bytes] = []
+        self.edges = _NO_EDGES
 
     def add(self, child: _Node) -> None:
         child.parent = self
         self.children[child.edge] = child
-        insort(self.edges, child.edge)
+        if self.edges is _NO_EDGES:
+            self.edges = Siblings()
+        self.edges.add(child.edge)
 
     def drop(self, child: _Node) -> None:
         del self.children[child.edge]
-        del self.edges[bisect_left(self.edges, child.edge)]
+        self.edges.remove(child.edge)
 
 
 class RadixIndex(Index):
@@ -72,7 +74,6 @@ class RadixIndex(Index):
         self._size = 4 * block_size
         self._roots: dict[bytes, _Node] = {}
         self._node_of: list[_Node | None] = [None] * num_blocks
-        self._copies: dict[bytes, int] = {}
 
     # -------------------------------------------------------------- walk
 
@@ -170,11 +171,9 @@ class RadixIndex(Index):
         Edges to holes do not count, nor those longer than a block's tokens: they carry item fields, their
         tokens do not tell their content.
         """
-        place = bisect_left(node.edges, wanted)
         near = []
-        for side in (range(place - 1, -1, -1), range(place, len(node.edges))):
-            for i in side:
-                edge = node.edges[i]
+        for side in (node.edges.before(wanted), node.edges.after(wanted)):
+            for edge in side:
                 if len(edge) == self._size and node.children[edge].blocks[0]:
                     near.append(edge)
                     break
@@ -188,7 +187,7 @@ class RadixIndex(Index):
         return any(edge in root.children for root in self._roots.values() if root is not own)
 
     def copies(self, key: bytes) -> int:
-        return self._copies.get(key, 0)
+        return 1  # asked of registered contents only, and of those it holds one
 
     # ------------------------------------------------------------ register
 
@@ -196,26 +195,15 @@ class RadixIndex(Index):
         self, chain: TokenChain, first: int, blocks: list[int], previous: int, *, dedup: bool
     ) -> tuple[list[int], int]:
         end = first + len(blocks)
-        if self.leaf_only and first and self._node_of[previous] is None:
-            # The block before ours stayed outside: what continues it would protect blocks we do not hold.
-            return [-1] * len(blocks), 0
-        fresh = [b for b in blocks if self._node_of[b] is None]
         node, inside, matched = self._place(chain, first, end, previous)
         known, twins = blocks, 0
         if matched > first:
             known, twins = self._merge(first, matched, node, inside, blocks)
-        if twins and not dedup and self.leaf_only:
-            known = [own if own == there else -1 for own, there in zip(blocks, known)]
-            known[matched - first :] = [-1] * (end - matched)
-        elif matched < end:
+        if matched < first and self.leaf_only:
+            raise InvariantError(f"block {blocks[0]}: would continue {previous}, which is not in the tree")
+        if matched < end:
             holes = [0] * max(first - matched, 0)
             self._grow(chain, node, inside, matched, holes + blocks[max(matched - first, 0) :])
-        counts, digests = self._copies, chain.digests(end)
-        place = dict(zip(blocks, range(first, end)))
-        for b in fresh:
-            if self._node_of[b] is not None:
-                digest = digests[place[b]]
-                counts[digest] = counts.get(digest, 0) + 1
         return known, twins
 
     def _place(self, chain: TokenChain, first: int, end: int, previous: int) -> tuple[_Node, int, int]:
@@ -287,7 +275,7 @@ class RadixIndex(Index):
         lower.children, lower.edges = node.children, node.edges
         for child in lower.children.values():
             child.parent = lower
-        node.children, node.edges = {}, []
+        node.children, node.edges = {}, _NO_EDGES
         node.run, node.blocks = node.run[: inside * size], node.blocks[:inside]
         node.add(lower)
         for b in blocks:
@@ -297,14 +285,11 @@ class RadixIndex(Index):
     # -------------------------------------------------------------- forget
 
     def forget(self, blocks: list[int], keys: list[bytes]) -> None:
-        for b, key in zip(blocks, keys):
+        for b in blocks:
             node = self._node_of[b]
             if node is None:
                 raise InvariantError(f"block {b}: is not in the tree")
             self._node_of[b] = None
-            self._copies[key] -= 1
-            if not self._copies[key]:
-                del self._copies[key]
             if node.blocks[-1] == b and not node.children:
                 node.blocks.pop()
                 self._trim(node)
@@ -348,13 +333,14 @@ class RadixIndex(Index):
                 childless[node.parent] = childless.get(node.parent, 0) + 1
         return len(blocks)
 
-    def leaf_below(self, block: int) -> int:
+    def before(self, block: int) -> int:
         node = self._node_of[block]
         if node is None:
             raise InvariantError(f"block {block}: is not in the tree")
-        while node.children:
-            node = node.children[node.edges[0]]
-        return node.blocks[-1]
+        at = node.blocks.index(block)
+        if at:
+            return node.blocks[at - 1]
+        return node.parent.blocks[-1] if node.parent is not None and node.parent.blocks else 0
 
     def depth(self, block: int) -> int:
         node = self._node_of[block]
@@ -365,7 +351,7 @@ class RadixIndex(Index):
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
-            if node.edges != sorted(node.children) or len(node.run) < len(node.blocks) * self._size:
+            if list(node.edges) != sorted(node.children) or len(node.run) < len(node.blocks) * self._size:
                 raise InvariantError(
                     f"node at block {node.start}: its edges or its tokens are not its blocks'"
                 )
@@ -381,6 +367,6 @@ class RadixIndex(Index):
                     raise InvariantError(f"node at block {node.start}: has a hole")
             found.update(b for b in node.blocks if b)
             stack += node.children.values()
-        named = {b: key for b, key in enumerate(keys) if key is not None}
-        if found != named.keys() or self._copies != Counter(named.values()):
+        named = {b for b, key in enumerate(keys) if key is not None}
+        if found != named:
             raise InvariantError(f"blocks in the tree {sorted(found)} are not the named ones {sorted(named)}")

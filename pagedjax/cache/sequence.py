@@ -22,6 +22,8 @@ class SeqState:
         seen: Recycle counts of the pools at `begin`: unchanged, no hit can have gone stale.
         frontier: Digest of the next block this sequence fills, if known.
         copies: Blocks copied on write for it.
+        anchors: (group, position) to the registered copy of a block of which this sequence has a twin, where
+            what follows the twin is registered behind that copy: referenced, in no table.
     """
 
     chain: TokenChain
@@ -35,6 +37,7 @@ class SeqState:
     hit: Hit | None = None
     frontier: bytes | None = None
     copies: int = 0
+    anchors: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def fork(self, seq: int, child: int, chain: TokenChain) -> SeqState:
         """The books of a child that shares all written blocks; the caller adds the references.
@@ -57,7 +60,7 @@ class SeqState:
             )
         count = -(-self.computed // chain.block_size)
         tables = [table[:count] for table in self.tables]
-        return SeqState(chain, self.hints, tables, self.computed, self.indexed)
+        return SeqState(chain, self.hints, tables, self.computed, self.indexed, anchors=dict(self.anchors))
 
 
 class Filling:

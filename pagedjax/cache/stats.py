@@ -14,9 +14,12 @@ class CacheStats:
     trace. What a preempted sequence hits again is kept apart: it is no success of the cache.
 
     Attributes:
-        requests: Sequences admitted for the first time.
+        requests: Sequences admitted for the first time that might read the cache.
         prompt_tokens: Their tokens.
         hit_tokens: Of these, taken from the cache.
+        opted_out_requests: Sequences admitted for the first time that asked not to read the cache; they are no
+            part of the three above, nor of `hit_rate`.
+        opted_out_tokens: Their tokens.
         resumed_requests: Admissions after a preemption.
         resumed_tokens: Their tokens.
         resumed_hit_tokens: Of these, taken from the cache.
@@ -37,6 +40,8 @@ class CacheStats:
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    opted_out_requests: int = 0
+    opted_out_tokens: int = 0
     resumed_requests: int = 0
     resumed_tokens: int = 0
     resumed_hit_tokens: int = 0

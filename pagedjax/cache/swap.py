@@ -18,7 +18,7 @@ class _Entry:
     """What became of one block of a swapped sequence.
 
     Attributes:
-        key: Digest of its content where it was indexed: the device may still have it.
+        key: Digest of its content where it, or a twin of it, was indexed: the device may still have it.
         slot: Private host slot with a copy, shared by sequences that were swapped together; -1 if others
             held the block, too, and only its reference was dropped.
         null: It lay behind the window and held nothing.
@@ -80,7 +80,13 @@ class SwapSpace:
             for group in self._groups:
                 keys, slot_of = group.pool.keys, slots[group.id]
                 written = self._written(state, group)
-                entries.append([_Entry(keys[b], slot_of.get(b, -1), not b) for b in written])
+                first_copies = [state.anchors.get((group.id, i), b) for i, b in enumerate(written)]
+                entries.append(
+                    [
+                        _Entry(keys[there], slot_of.get(b, -1), not b)
+                        for b, there in zip(written, first_copies)
+                    ]
+                )
                 for slot in {e.slot for e in entries[-1] if e.slot >= 0}:
                     self._users[group.id, slot] = self._users.get((group.id, slot), 0) + 1
             self._entries[seq] = entries

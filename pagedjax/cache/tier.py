@@ -31,7 +31,8 @@ class HostTier:
         self.num_blocks = num_blocks
         self.version = 0  # grows whenever a content leaves
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # by name, least recently used first
+        self._digests: dict[int, bytes] = {}  # slot -> digest, what is reported
         self._reading: dict[int, int] = {}
         self._returning: list[int] = []  # private slots given back while a copy still reads them
         self._private: set[int] = set()
@@ -43,45 +44,53 @@ class HostTier:
         return len(self._slot_of)
 
     def contents(self) -> list[bytes]:
-        return list(self._slot_of)
+        """Digests of what is resident here."""
+        return [self._digests[slot] for slot in self._slot_of.values()]
 
-    def find(self, key: bytes) -> int:
+    def find(self, name: bytes) -> int:
         """The slot that holds a content, or -1; changes nothing."""
-        return self._slot_of.get(key, -1)
+        return self._slot_of.get(name, -1)
 
-    def store(self, key: bytes) -> int:
-        """A content leaves the device: the slot to copy it to, or -1 if it is here or finds no room."""
-        if key in self._slot_of:
-            self._slot_of.move_to_end(key)
+    def store(self, name: bytes, digest: bytes) -> int:
+        """A content leaves the device: the slot to copy it to, or -1 if it is here or finds no room.
+
+        Args:
+            name: What it is found by; equal to the digest unless digests are not to be trusted.
+            digest: What is reported.
+        """
+        if name in self._slot_of:
+            self._slot_of.move_to_end(name)
             return -1
         slot = self._take_slot()
         if slot >= 0:
-            self._slot_of[key] = slot
+            self._slot_of[name] = slot
+            self._digests[slot] = digest
             if self.on_stored is not None:
-                self.on_stored(key, slot)
+                self.on_stored(digest, slot)
         return slot
 
-    def read(self, key: bytes) -> int:
-        """The slot of a resident content, about to be copied back; held until `settle`."""
-        slot = self._slot_of[key]
-        self._slot_of.move_to_end(key)
+    def read(self, name: bytes) -> int:
+        """The slot of a resident content, about to be copied back; kept until `settle`."""
+        slot = self._slot_of[name]
+        self._slot_of.move_to_end(name)
         self._reading[slot] = self._reading.get(slot, 0) + 1
         return slot
 
     def _take_slot(self) -> int:
         if self._free:
             return self._free.pop()
-        for key, slot in self._slot_of.items():
+        for name, slot in self._slot_of.items():
             if slot not in self._reading:
-                self._drop(key)
+                self._drop(name)
                 return slot
         return -1
 
-    def _drop(self, key: bytes) -> None:
-        slot = self._slot_of.pop(key)
+    def _drop(self, name: bytes) -> None:
+        slot = self._slot_of.pop(name)
+        digest = self._digests.pop(slot)
         self.version += 1
         if self.on_removed is not None:
-            self.on_removed(key, slot)
+            self.on_removed(digest, slot)
 
     # ------------------------------------------------------ swapped sequences
 
@@ -115,15 +124,16 @@ class HostTier:
 
     def lose(self, slots: set[int]) -> None:
         """What was to be copied to these slots may not be there: contents in them are gone."""
-        for key in [key for key, slot in self._slot_of.items() if slot in slots]:
-            self._free.append(self._slot_of[key])
-            self._drop(key)
+        for name in [name for name, slot in self._slot_of.items() if slot in slots]:
+            self._free.append(self._slot_of[name])
+            self._drop(name)
 
     def clear(self) -> int:
         """Drop every content; slots of swapped sequences stay. Returns how many contents went."""
         count = len(self._slot_of)
         self._free += self._slot_of.values()
         self._slot_of.clear()
+        self._digests.clear()
         self.version += 1
         return count
 

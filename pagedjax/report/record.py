@@ -179,6 +179,7 @@ class Recorder:
 
     def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
         """Steps in which every running sequence got its next token, and nothing else happened."""
+        self._fed = {seq: end + count for seq, end in self._fed.items()}
         self._write(
             {"frame": "quiet", "n": first_step, "count": count, "t": started_s, "s": ended_s - started_s}
         )

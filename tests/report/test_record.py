@@ -24,7 +24,7 @@ class _Runner:
 
     def __init__(self, manager):
         self.pool_blocks, self.block_size, self.block_bytes = manager.pool_blocks, manager.block_size, (1000,)
-        self.fails = False
+        self.vocab_size, self.fails = 50, False
 
     def execute(self, plan):
         if self.fails:
@@ -204,3 +204,6 @@ def test_recording_leaves_the_simulators_fast_path_on_and_changes_nothing(tmp_pa
     steps = sum(frame["frame"] == "step" for frame in frames)
     quiet = sum(frame["count"] for frame in frames if frame["frame"] == "quiet")
     assert quiet > steps and steps + quiet == runs[1].num_steps
+    rows = sum(len(frame.get("rows", ())) for frame in frames)
+    chunks = sum(row[4] > 1 for frame in frames for row in frame.get("rows", ()))
+    assert rows == chunks, "a row of one token that only goes on was told anew"

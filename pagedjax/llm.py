@@ -299,7 +299,7 @@ class LLM:
         return self.manager
 
     def _cache_owner(self) -> Owner:
-        from pagedjax.runtime.snapshot import Owner, weights_digest
+        from pagedjax.runtime.snapshot import Owner, kv_config, weights_digest
 
         if self._weights is None:
             self._weights = weights_digest(self.runner.params)
@@ -314,6 +314,7 @@ class LLM:
                 (w, l.num_layers, l.num_kv_heads, l.head_dim) for w, l in zip(groups, layouts, strict=True)
             ),
             self.config.cache.hash,
+            kv_config(self.model_config),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -4,20 +4,26 @@ A snapshot is a folder. Each save makes a version beside the last one; `CURRENT`
 counts and is replaced atomically, last of all:
 
     CURRENT                     "v-1f3c…"
+    v-1f3c…/lock                held by whoever writes or reads this version
     v-1f3c…/manifest.json       what the blocks belong to, and the prefixes with their rows
     v-1f3c…/blocks/             orbax: per KV group f[C, L, B, width], each block once
+
+Several processes may save and load at once: each writes a version of its own, the last to finish counts, and a
+version is removed only by who holds its lock and sees that `CURRENT` names another.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +31,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat
 from pagedjax.runtime.runner import JaxRunner
 
-FORMAT = 2
-_CURRENT = "CURRENT"
+FORMAT = 3
+_CURRENT, _LOCK, _MANIFEST, _BLOCKS = "CURRENT", "lock", "manifest.json", "blocks"
+_VERSION = re.compile(r"v-[0-9a-f]{32}")
+_TRIES = 100  # to find a version that is not being removed; each takes a save of another process
+# Fields of the config that leave keys and values as they are.
+_NOT_KV = ("family", "bos_token_id", "eos_token_ids", "max_model_len", "logit_soft_cap")
 _UNCOUNTED = Hints(counted=False)
 
 
@@ -48,6 +59,8 @@ class Owner:
         block_size: Tokens per block.
         layout: Per KV group [window or 0, layers, KV heads, head dim].
         hash: Name of the block hash.
+        config: Fields of the model's config that keys and values depend on: rotary base and stretching, norm,
+            activation, scales, windows and the rest (`kv_config`). Prefixes are stored as token ids, so no tokenizer.
     """
 
     model: str
@@ -56,15 +69,31 @@ class Owner:
     block_size: int
     layout: tuple[tuple[int, ...], ...]
     hash: str
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, stored: dict[str, Any], path: Path) -> None:
         """Raise SnapshotError naming the first field that differs."""
-        for name, ours in vars(self).items():
-            theirs = stored.get(name)
-            if json.loads(json.dumps(ours)) != theirs:
+        ours, theirs = (_flat_facts(facts) for facts in (json.loads(json.dumps(vars(self))), stored))
+        for name in dict.fromkeys((*ours, *theirs)):
+            if name not in ours or name not in theirs or ours[name] != theirs[name]:
                 raise SnapshotError(
-                    f"{path}: snapshot of {name}={theirs}: this engine has {name}={ours}; save it again with this one"
+                    f"{path}: snapshot of {name}={theirs.get(name)}: this engine has {name}={ours.get(name)}; save it "
+                    "again with this one"
                 )
+
+
+def kv_config(config: ModelConfig) -> dict[str, Any]:
+    """What of a config enters keys and values: everything but ends of text, lengths and what follows the last layer."""
+    return {name: value for name, value in config.to_dict().items() if name not in _NOT_KV}
+
+
+def _flat_facts(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """config.rope_scaling.factor → value, for every leaf of nested tables."""
+    out: dict[str, Any] = {}
+    for name, value in facts.items():
+        nested = isinstance(value, Mapping) and value
+        out |= _flat_facts(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return out
 
 
 def weights_digest(params: dict[str, Any]) -> str:
@@ -96,9 +125,12 @@ def save_snapshot(
         raise ValueError("extra.items: prefixes with multimodal items are not saved; leave them out")
     with _held(chains, manager, runner) as tables:
         rows: list[dict[int, int]] = [{} for _ in runner.layouts]  # per group: block -> row in the file
+        names: list[dict[int, str]] = [{} for _ in runner.layouts]  # per group: row -> digest of its block
         prefixes = []
         for chain, (count, groups) in zip(chains, tables, strict=True):
             places = [[row.setdefault(b, len(row)) if b else -1 for b in t] for row, t in zip(rows, groups)]
+            for named, group in zip(names, places):
+                named.update((row, chain.digest(i).hex()) for i, row in enumerate(group) if row >= 0)
             if count:
                 tokens = chain.tokens[: count * manager.block_size]
                 last = chain.digest(count - 1).hex()
@@ -112,7 +144,10 @@ def save_snapshot(
         "format": FORMAT,
         "owner": vars(owner),
         "prefixes": prefixes,
-        "blocks": [{"count": len(b), "sha256": _digest(b)} for b in blocks],
+        "blocks": [
+            {"count": len(b), "sha256": _digest(b), "names": [named[row] for row in range(len(b))]}
+            for b, named in zip(blocks, names)
+        ],
     }
     _write(path, manifest | {"sha256": _own_digest(manifest)}, blocks)
     return len(rows[0]) * manager.block_size
@@ -130,9 +165,14 @@ def load_snapshot(path: Path, owner: Owner, manager: PagedManager, runner: JaxRu
     Raises:
         SnapshotError: No snapshot, a damaged one, or one that belongs to something else.
     """
-    folder, manifest = _read_manifest(path)
-    owner.check(manifest["owner"], path)
-    blocks = _read_blocks(path, folder, manifest, runner)
+    with _reading(path) as (folder, manifest):
+        owner.check(manifest["owner"], path)
+        vocab_size = runner.model.vocab_size
+        try:
+            _check_fields(manifest, owner.block_size, len(runner.layouts), vocab_size)
+        except ValueError as error:
+            raise SnapshotError(f"{path}: {_MANIFEST}: {error}; save it again") from None
+        blocks = _read_blocks(path, folder, manifest, runner)
     chains = []
     for number, prefix in enumerate(manifest["prefixes"]):
         chain = TokenChain(
@@ -145,6 +185,12 @@ def load_snapshot(path: Path, owner: Owner, manager: PagedManager, runner: JaxRu
             raise SnapshotError(
                 f"{path}: prefix {number} has another digest under hash={owner.hash}; save it again"
             )
+        for fact, places in zip(manifest["blocks"], prefix["rows"], strict=True):
+            for i, row in enumerate(places):
+                if row >= 0 and fact["names"][row] != chain.digest(i).hex():
+                    raise SnapshotError(
+                        f"{path}: prefix {number}: row {row} is not its block {i}; save it again"
+                    )
         if _install(-1 - number, chain, prefix["rows"], blocks, manager, runner):
             chains.append(chain)
     hit = {(c.extra, c.digest(i)) for c in chains for i in range(_resident(c, manager))}
@@ -248,19 +294,67 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 def _write(path: Path, manifest: dict[str, Any], blocks: list[np.ndarray]) -> None:
     """A new version beside the old one; the switch is one atomic rename."""
     path.mkdir(parents=True, exist_ok=True)
+    if (path / _CURRENT).exists() and _current(path) is None:
+        raise SnapshotError(f"{path}: its file {_CURRENT} is no snapshot's; choose another folder")
     version = path / f"v-{uuid.uuid4().hex}"
     version.mkdir()
-    tree = {f"group_{g}": array for g, array in enumerate(blocks) if len(array)}
-    if tree:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((version / "blocks").absolute(), tree)
-            checkpointer.wait_until_finished()
-    _write_durably(version / "manifest.json", json.dumps(manifest))
-    _write_durably(path / f"{_CURRENT}.new", version.name)
-    os.replace(path / f"{_CURRENT}.new", path / _CURRENT)
-    for other in path.glob("v-*"):  # versions that were replaced, or never finished
-        if other != version:
-            shutil.rmtree(other, ignore_errors=True)
+    with _locked(version, fcntl.LOCK_EX):
+        tree = {f"group_{g}": array for g, array in enumerate(blocks) if len(array)}
+        if tree:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save((version / _BLOCKS).absolute(), tree)
+                checkpointer.wait_until_finished()
+        _write_durably(version / _MANIFEST, json.dumps(manifest))
+        pointer = path / f"{_CURRENT}.{version.name}"
+        _write_durably(pointer, version.name)
+        os.replace(pointer, path / _CURRENT)
+    _remove_old(path)
+
+
+@contextmanager
+def _locked(version: Path, how: int) -> Iterator[bool]:
+    """The lock of a version; False where it is gone, or (with LOCK_NB) somebody else's."""
+    try:
+        handle = os.open(version / _LOCK, os.O_RDWR | (os.O_CREAT if how & fcntl.LOCK_EX else 0), 0o644)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, how)
+        except BlockingIOError:
+            yield False
+            return
+        yield os.fstat(handle).st_nlink > 0  # 0: it was removed while we waited
+    finally:
+        os.close(handle)
+
+
+def _remove_old(path: Path) -> None:
+    """Versions that were replaced or never finished, and that nobody writes or reads; nothing else."""
+    for version in path.iterdir():
+        ours = _VERSION.fullmatch(version.name) and version.is_dir() and not version.is_symlink()
+        if not ours or not ((version / _LOCK).is_file() or (version / _MANIFEST).is_file()):
+            continue
+        with _locked(version, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+            # Its writer switches before it lets go: what counts is seen here.
+            if not free or _current(path) == version.name:
+                continue
+            shutil.rmtree(version / _BLOCKS, ignore_errors=True)
+            for name in (_MANIFEST, _LOCK):
+                (version / name).unlink(missing_ok=True)
+            (path / f"{_CURRENT}.{version.name}").unlink(missing_ok=True)
+            with suppress(OSError):  # somebody put a file of their own in
+                version.rmdir()
+
+
+def _current(path: Path) -> str | None:
+    """The version that counts; None where there is none, or `CURRENT` is not ours."""
+    try:
+        name = (path / _CURRENT).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if _VERSION.fullmatch(name) else None
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -270,23 +364,90 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _read_manifest(path: Path) -> tuple[Path, dict[str, Any]]:
+@contextmanager
+def _reading(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(folder, manifest) of the version that counts, which nobody removes while the context lasts."""
+    name = None
+    for _ in range(_TRIES):
+        before, name = name, _current(path)
+        if name is None:
+            raise SnapshotError(f"{path}: holds no snapshot; save one with save_cache")
+        with _locked(path / name, fcntl.LOCK_SH) as there:
+            if there:
+                yield path / name, _read_manifest(path, path / name)
+                return
+        if name == before:  # named still, and not there: it was not replaced under us
+            break
+    raise SnapshotError(f"{path}: is not a whole snapshot ({name} is not there); save it again")
+
+
+def _read_manifest(path: Path, folder: Path) -> dict[str, Any]:
     try:
-        name = (path / _CURRENT).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise SnapshotError(f"{path}: holds no snapshot; save one with save_cache") from None
-    folder = path / name
-    try:
-        if folder.parent != path or not name.startswith("v-"):
-            raise ValueError(f"{_CURRENT} names {name!r}")
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
         if manifest.pop("sha256") != _own_digest(manifest):
             raise ValueError("manifest.json has another digest")
-        return folder, manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(manifest.get("owner"), dict):
+            raise ValueError("owner must be a table")
+        return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path}: is not a whole snapshot ({error}); save it again") from None
+
+
+def _check_fields(manifest: dict[str, Any], block_size: int, num_groups: int, vocab_size: int) -> None:
+    """Types, ranges and agreement of everything that a manifest says; its digest proves only that it is as written.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    _require_keys("manifest", manifest, ("format", "owner", "prefixes", "blocks"))
+    facts, prefixes = manifest["blocks"], manifest["prefixes"]
+    if not isinstance(facts, list) or len(facts) != num_groups:
+        raise ValueError(f"blocks: must have one entry for each of {num_groups} KV groups")
+    for fact in facts:
+        _require_keys("blocks", fact, ("count", "sha256", "names"))
+        count, names = fact["count"], fact["names"]
+        if type(count) is not int or not 0 <= count < 1 << 31:
+            raise ValueError(f"blocks.count={count!r}: must be a whole number")
+        if not isinstance(names, list) or len(names) != count or not all(_is_hex(name) for name in names):
+            raise ValueError("blocks.names: must be one digest for each row")
+        if not _is_hex(fact["sha256"]):
+            raise ValueError(f"blocks.sha256={str(fact['sha256'])[:20]!r}: must be a digest")
+    if not isinstance(prefixes, list):
+        raise ValueError("prefixes: must be a list")
+    known = {f.name for f in fields(ExtraKeys)} - {"items"}
+    for prefix in prefixes:
+        _require_keys("prefixes", prefix, ("tokens", "extra", "digest", "rows"))
+        tokens, extra, rows = prefix["tokens"], prefix["extra"], prefix["rows"]
+        if not isinstance(tokens, list) or not tokens or len(tokens) % block_size:
+            raise ValueError(f"prefixes.tokens: must fill blocks of {block_size}")
+        if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise ValueError(f"prefixes.tokens: must be ids below {vocab_size}")
+        if not isinstance(extra, dict) or not all(
+            k in known and isinstance(v, str) for k, v in extra.items()
+        ):
+            raise ValueError(f"prefixes.extra={extra!r}: must be texts for {', '.join(sorted(known))}")
+        ExtraKeys(**extra)  # raises its own ValueError
+        if not _is_hex(prefix["digest"]):
+            raise ValueError(f"prefixes.digest={str(prefix['digest'])[:20]!r}: must be a digest")
+        if not isinstance(rows, list) or len(rows) != num_groups:
+            raise ValueError(f"prefixes.rows: must have one list for each of {num_groups} KV groups")
+        for places, fact in zip(rows, facts, strict=True):
+            if not isinstance(places, list) or len(places) != len(tokens) // block_size:
+                raise ValueError("prefixes.rows: must have one row for each block of tokens")
+            if not all(type(row) is int and -1 <= row < fact["count"] for row in places):
+                raise ValueError(f"prefixes.rows: must be rows of {fact['count']}, or -1")
+
+
+def _require_keys(where: str, value: Any, keys: tuple[str, ...]) -> None:
+    if not isinstance(value, dict) or set(value) != set(keys):
+        got = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{where} has {got}: must have {', '.join(keys)}")
+
+
+def _is_hex(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{16,128}", value) is not None
 
 
 def _read_blocks(path: Path, folder: Path, manifest: dict[str, Any], runner: JaxRunner) -> list[np.ndarray]:
@@ -295,7 +456,7 @@ def _read_blocks(path: Path, folder: Path, manifest: dict[str, Any], runner: Jax
     try:
         if any(fact["count"] for fact in facts):
             with ocp.PyTreeCheckpointer() as checkpointer:
-                target = (folder / "blocks").absolute()
+                target = (folder / _BLOCKS).absolute()
                 names = [f"group_{g}" for g, fact in enumerate(facts) if fact["count"]]
                 args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
                 tree = checkpointer.restore(target, restore_args=args)
@@ -303,6 +464,9 @@ def _read_blocks(path: Path, folder: Path, manifest: dict[str, Any], runner: Jax
         for g, (fact, host) in enumerate(zip(facts, runner.copies.hosts, strict=True)):
             empty = np.empty((0, *host.data.shape[1:]), host.data.dtype)
             blocks.append(tree[f"group_{g}"] if fact["count"] else empty)
+            shape = (fact["count"], *host.data.shape[1:])
+            if blocks[-1].shape != shape or blocks[-1].dtype != host.data.dtype:
+                raise ValueError(f"blocks of group {g} are {blocks[-1].dtype}{blocks[-1].shape}, not {shape}")
             if _digest(blocks[-1]) != fact["sha256"]:
                 raise ValueError(f"blocks of group {g} have another digest")
         return blocks

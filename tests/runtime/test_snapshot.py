@@ -244,7 +244,7 @@ def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, da
     elif damage == "pointer":
         (folder / "CURRENT").write_text("../elsewhere")
     elif damage == "manifest":
-        (version / "manifest.json").write_text('{"format": 2')
+        (version / "manifest.json").write_text('{"format": 3')
     elif damage == "null":
         (version / "manifest.json").write_text("null")
     elif damage == "rows":  # fewer blocks than the prefix has: the others would be believed unwritten
@@ -316,3 +316,179 @@ def test_the_command_line_saves_and_loads(tiny_folder, settings, tmp_path, capsy
     assert "24 tokens saved" in saved_note and "24 tokens can be hit" in loaded_note
     assert (cold["num_cached_tokens"], warm["num_cached_tokens"]) == (0, 24)
     assert warm["samples"] == cold["samples"]
+
+
+def _sealed(folder, change):
+    """A copy of a snapshot's manifest with a change, under a digest that is right."""
+    (version,) = folder.glob("v-*")
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest.pop("sha256")
+    change(manifest)
+    (version / "manifest.json").write_text(json.dumps(manifest | {"sha256": snapshot._own_digest(manifest)}))
+
+
+def _at(path, value):
+    """Sets manifest[path[0]][path[1]]… to a value; None removes it."""
+
+    def change(manifest):
+        *way, last = path
+        for key in way:
+            manifest = manifest[key]
+        if value is None:
+            del manifest[last]
+        else:
+            manifest[last] = value
+
+    return change
+
+
+def _swap(manifest):
+    rows = manifest["prefixes"][0]["rows"][0]
+    rows[0], rows[1] = rows[1], rows[0]
+
+
+WRONG = {
+    "rows is text": _at(("prefixes", 0, "rows"), "x"),
+    "rows too short": _at(("prefixes", 0, "rows"), [[0]]),
+    "rows of no group": _at(("prefixes", 0, "rows"), []),
+    "row out of range": _at(("prefixes", 0, "rows", 0, 0), 7),
+    "row below -1": _at(("prefixes", 0, "rows", 0, 0), -2),
+    "row is true": _at(("prefixes", 0, "rows", 0, 0), True),
+    "rows swapped": _swap,
+    "one row twice": _at(("prefixes", 0, "rows", 0, 1), 0),
+    "tokens is text": _at(("prefixes", 0, "tokens"), "abc"),
+    "token out of range": _at(("prefixes", 0, "tokens", 3), 258),
+    "token is no number": _at(("prefixes", 0, "tokens", 3), "3"),
+    "another token": _at(("prefixes", 0, "tokens", 3), 7),
+    "tokens cut": lambda m: m["prefixes"][0]["tokens"].pop(),
+    "no tokens": _at(("prefixes", 0, "tokens"), None),
+    "extra of another kind": _at(("prefixes", 0, "extra"), {"salt": 5}),
+    "unknown extra": _at(("prefixes", 0, "extra"), {"user": "x"}),
+    "items": _at(("prefixes", 0, "extra"), {"items": []}),
+    "digest is a number": _at(("prefixes", 0, "digest"), 5),
+    "prefixes is a table": _at(("prefixes",), {}),
+    "prefix is a list": _at(("prefixes", 0), []),
+    "unknown key": _at(("prefixes", 0, "ttl"), 5),
+    "unknown key at the top": _at(("compressed",), True),
+    "no blocks": _at(("blocks",), None),
+    "blocks of two groups": lambda m: m["blocks"].append(m["blocks"][0]),
+    "count is text": _at(("blocks", 0, "count"), "7"),
+    "count is another": _at(("blocks", 0, "count"), 6),
+    "count is below 0": _at(("blocks", 0, "count"), -1),
+    "no names": _at(("blocks", 0, "names"), []),
+    "owner is a list": _at(("owner",), []),
+    "owner lacks a field": _at(("owner", "hash"), None),
+    "owner has one more": _at(("owner", "adapter"), "x"),
+    "format is text": _at(("format",), "3"),
+}
+
+
+@pytest.fixture(scope="module")
+def reader(make_llm):
+    return make_llm()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_F042_a_sealed_manifest_with_wrong_fields_is_refused(reader, saved, tmp_path, name):
+    import shutil
+
+    folder = tmp_path / "warm"
+    shutil.copytree(saved[0], folder)
+    _sealed(folder, WRONG[name])
+    with pytest.raises(SnapshotError) as error:
+        reader.load_cache(folder)
+    assert "\n" not in str(error.value) and "save it again" in str(error.value)
+    assert reader.manager.num_free == reader.manager.num_usable
+    reader.manager.check_invariants()
+    assert reader.generate([STEM], NEXT)[0].num_cached_tokens in (0, 48)  # its own, never the file's
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", 500.0),
+        ("norm_eps", 1e-3),
+        ("activation", "gelu"),
+        ("query_scale", 0.5),
+        ("embed_scale", 2.0),
+        ("rope_scaling", {"kind": "linear", "factor": 2.0, "original_len": 128}),
+    ],
+)
+def test_B157_a_config_that_changes_keys_and_values_is_another_owner(
+    make_llm, saved, tiny_folder, tmp_path, field, value
+):
+    """The weights are the same, byte for byte; the refusal names the field."""
+    import shutil
+
+    folder = tmp_path / "edited"
+    shutil.copytree(tiny_folder, folder)
+    facts = json.loads((folder / "pagedjax_model.json").read_text())
+    facts["config"][field] = value
+    (folder / "pagedjax_model.json").write_text(json.dumps(facts))
+    with pytest.raises(SnapshotError, match=rf"snapshot of config\.{field}"):
+        make_llm(folder).load_cache(saved[0])
+
+
+def test_F040_nothing_foreign_is_removed(reader, tmp_path):
+    folder = tmp_path / "mine"
+    own = {
+        "v-mine/thesis.txt": "years",
+        f"v-{'0' * 32}/thesis.txt": "years",  # its form, and nothing of ours in it
+        f"v-{'1' * 32}/lock": "",
+        f"v-{'1' * 32}/thesis.txt": "years",  # ours, with a file of theirs
+        "notes.txt": "x",
+    }
+    for name, text in own.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    abandoned = folder / f"v-{'2' * 32}"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    for _ in range(2):
+        assert reader.save_cache(folder, [[1, 2, 3] * 8]) == 24
+    for name in own:
+        assert (folder / name).exists() or name.endswith("/lock"), name
+    assert not abandoned.exists() and len(list(folder.glob("v-*/manifest.json"))) == 1
+    other = tmp_path / "database"
+    other.mkdir()
+    (other / "CURRENT").write_text("MANIFEST-000001")
+    with pytest.raises(SnapshotError, match="its file CURRENT is no snapshot's; choose another folder"):
+        reader.save_cache(other, [[1, 2, 3] * 8])
+    assert (other / "CURRENT").read_text() == "MANIFEST-000001" and len(list(other.iterdir())) == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from pagedjax.runtime import snapshot
+path, mark, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+for i in range(rounds):
+    blocks = [np.full((2, 1, 4, 8), 1000 * mark + i, np.float32)]
+    facts = {"format": snapshot.FORMAT, "owner": {}, "prefixes": [], "blocks": [snapshot._digest(blocks[0])]}
+    snapshot._write(path, facts | {"sha256": snapshot._own_digest(facts)}, blocks)
+    with snapshot._reading(path) as (folder, manifest):
+        with snapshot.ocp.PyTreeCheckpointer() as checkpointer:
+            tree = checkpointer.restore((folder / "blocks").absolute())
+        assert snapshot._digest(np.asarray(tree["group_0"])) == manifest["blocks"][0]
+print("whole", rounds)
+"""
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(200, marks=pytest.mark.full), 10])
+def test_F041_two_processes_save_and_load_in_one_folder(tmp_path, rounds):
+    """Every save counts when it ends, every load is of one whole version; one version is left."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "warm")]
+    both = [
+        subprocess.Popen(
+            [*command, str(mark), str(rounds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for mark in (1, 2)
+    ]
+    for process in both:
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0 and out.strip() == f"whole {rounds}", err[-2000:]
+    left = list((tmp_path / "warm").glob("v-*"))
+    assert (tmp_path / "warm" / "CURRENT").read_text() in [version.name for version in left] and len(
+        left
+    ) <= 2

@@ -36,7 +36,7 @@ def config(smoke: bool) -> ModelConfig:
     )
 
 
-class Decoder:
+class SmallEngine:
     """One engine with its weights; `block_size` and caching as asked.
 
     Args:
@@ -92,7 +92,7 @@ class Decoder:
     def manager(self, *, prefix_caching: bool = True, index: str = "hash") -> PagedManager:
         """An empty manager for the runner's pool."""
         return PagedManager(
-            num_blocks=self._runner.num_blocks,
+            num_blocks=self._runner.pool_blocks[0],
             block_size=self._runner.block_size,
             index=index,
             prefix_caching=prefix_caching,
@@ -116,6 +116,10 @@ class Decoder:
     def program(self, plan: StepPlan) -> Bucket:
         """Which of the compiled programs runs a plan."""
         return self._runner.buckets.smallest(plan)
+
+    @property
+    def block_size(self) -> int:
+        return self._runner.block_size
 
     def forget(self) -> None:
         """Empty the prefix cache."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from pagedjax.cache import PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
+from pagedjax.lab import Claim, Unit, Value
 from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 
 BLOCK = 16
+# The two machines whose host work was calibrated: every figure that depends on it is given under both.
+MACHINES = ("a100-40gb", "a100-40gb-anyscale")
+SEEDS = 5  # of every simulated figure
 KV_SLOTS = 15_700  # Table 1: "max KV slots" of a 13B model on one A100-40GB
 MAX_LEN = 2048
 SYSTEMS = ("orca-max", "orca-pow2", "orca-oracle", "paged")
@@ -59,6 +63,24 @@ def manager(system: str, *, block_size: int = BLOCK) -> Any:
         return PagedManager(num_blocks=num_blocks, block_size=block_size, prefix_caching=system != "paged")
     rule = system.removeprefix("orca-")
     return ReservationManager(num_blocks=num_blocks, block_size=block_size, rule=rule, max_tokens=MAX_LEN)
+
+
+def over_seeds(units: Iterable[Unit], seed: int, count: int = SEEDS) -> list[Unit]:
+    """Each unit under so many seeds on the first machine, and under the first seed on the other."""
+    units = list(units)
+    drawn = [{**unit, "hardware": MACHINES[0], "seed": seed + i} for unit in units for i in range(count)]
+    return drawn + [{**unit, "hardware": MACHINES[1], "seed": seed} for unit in units]
+
+
+def figure(
+    text: str,
+    paper: float | tuple[float, float] | None,
+    source: str,
+    value: Callable[[str], Value],
+    kind: Literal["figure", "input"] = "figure",
+) -> Claim:
+    """A claim under the first machine, with the other beside it; `value` is given the machine's name."""
+    return Claim(text, paper, source, value(MACHINES[0]), kind, beside=value(MACHINES[1]))
 
 
 def _even(rng: np.random.Generator, values: np.ndarray, count: int) -> np.ndarray:

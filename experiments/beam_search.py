@@ -7,25 +7,29 @@ Simulated: the engine's own search and forks on drawn candidates. Cost: two minu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.lab import Experiment, TableRow, Unit, Value, cell
 from pagedjax.sim.simulator import Beams, simulate
 
 from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
+    MACHINES,
     MAX_LEN,
     SCHEDULER,
     blocks_watch,
     cost,
+    figure,
     manager,
+    over_seeds,
     workload,
 )
 
+RANGE = (0.443, 0.663)  # of ShareGPT, over the widths
 PRINTED = {2: 0.3756, 4: 0.5313, 6: 0.5516}
 GAPS = (0.5, 1.0, 2.0)  # nats from one candidate to the next: how sharp the model is
 GAP = 1.0
@@ -33,16 +37,25 @@ GAP = 1.0
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
     if smoke:
-        return [{"workload": "alpaca", "width": w, "gap": GAP, "requests": 6, "seed": seed} for w in (2, 4)]
-    return [
-        {"workload": name, "width": w, "gap": g, "requests": count, "seed": seed}
-        for name, count in (("alpaca", 100), ("sharegpt", 20))
-        for g in GAPS
+        units = [{"workload": "alpaca", "width": w, "gap": GAP, "requests": 6} for w in (2, 4)]
+        return [{**unit, "hardware": MACHINES[0], "seed": seed} for unit in units]
+    sizes = (("alpaca", 100), ("sharegpt", 20))
+    claimed = [
+        {"workload": name, "width": w, "gap": GAP, "requests": count}
+        for name, count in sizes
         for w in PRINTED
     ]
+    others = [
+        {"workload": name, "width": w, "gap": gap, "requests": count, "hardware": MACHINES[0], "seed": seed}
+        for name, count in sizes
+        for gap in GAPS
+        if gap != GAP
+        for w in PRINTED
+    ]
+    return over_seeds(claimed, seed) + others
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     trace = workload(unit["workload"], data, unit["requests"], unit["seed"]).with_arrivals(
         1.0, seed=unit["seed"]
     )
@@ -50,7 +63,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     result = simulate(
         trace,
         held,
-        cost("opt-13b"),
+        cost("opt-13b", hardware=unit["hardware"]),
         SCHEDULER,
         max_model_len=MAX_LEN,
         beams=Beams(unit["width"], unit["gap"], unit["seed"]),
@@ -60,19 +73,24 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
         "workload": unit["workload"],
         "width": unit["width"],
         "gap": unit["gap"],
+        "hardware": unit["hardware"],
+        "seed": unit["seed"],
         "memory_saved": 1 - result.sampled["held"] / result.sampled["named"],
         "batch": result.batch,
         "copies": held.stats.copies,
     }
 
 
-def _value(name: str, width: int) -> Value:
-    return cell("memory_saved", least=3, workload=name, width=width, gap=GAP)
+def _value(name: str, width: int) -> Callable[[str], Value]:
+    return lambda machine: cell(
+        "memory_saved", least=3, workload=name, width=width, gap=GAP, hardware=machine
+    )
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
+    first = (rows[0]["hardware"], rows[0]["seed"])
     for key in dict.fromkeys((r["workload"], r["gap"]) for r in rows):
-        own = [r for r in rows if (r["workload"], r["gap"]) == key]
+        own = [r for r in rows if (r["workload"], r["gap"], r["hardware"], r["seed"]) == (*key, *first)]
         label = f"{key[0]}, gap {key[1]:g}"
         axes.plot([r["width"] for r in own], [r["memory_saved"] for r in own], marker="o", label=label)
     axes.plot(list(PRINTED), list(PRINTED.values()), "kx", label="alpaca, paper")
@@ -87,20 +105,23 @@ EXPERIMENT = Experiment(
     kind="simulated",
     definition=(
         "1 - distinct blocks over blocks named by all tables of a step, both averaged over busy simulated time; "
-        "candidates drawn with exponential gaps of mean `gap` nats"
+        "candidates drawn with exponential gaps of mean `gap` nats; five seeds at the gap of the claims"
     ),
     claims=(
         *(
-            Claim(f"Alpaca, width {w}", v, "PagedAttention Fig. 15", _value("alpaca", w))
+            figure(f"Alpaca, width {w}", v, "PagedAttention Fig. 15", _value("alpaca", w))
             for w, v in PRINTED.items()
         ),
-        Claim("ShareGPT, width 2", 0.443, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2)),
-        Claim("ShareGPT, width 6", 0.663, "PagedAttention §6.3 (most of a range)", _value("sharegpt", 6)),
+        *(
+            figure(f"ShareGPT, width {w}", RANGE, "PagedAttention §6.3", _value("sharegpt", w))
+            for w in PRINTED
+        ),
     ),
     units=_units,
     run=_run,
     plot=_plot,
     data=(ALPACA, ALPACA_TEXT),
+    open=("hardware",),
     note=(
         LENGTH_NOTE
         + "; no beam ends early. How soon beams part depends on the model, which is drawn here: the rows give three "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import PagedManager, TokenChain
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.trace import open_trace
 
@@ -32,7 +32,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     """Requests one after another, answers cached too; the pool is large enough never to evict."""
     trace = open_trace(data / FILES[unit["trace"]])
     if unit["head"]:
@@ -71,7 +71,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for name in FILES:
         for partial in (False, True):
             own = [r for r in rows if r["trace"] == name and r["partial_reuse"] == partial]

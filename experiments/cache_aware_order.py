@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value
-from pagedjax.sim.replay import LRU, BlockKeys, Refs
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
+from pagedjax.sim.replay import BlockKeys, LRUStore, Refs
 from pagedjax.sim.trace import Trace, TraceRequest
 
 MMLU = "data/text/mmlu_dev5_test20.jsonl.gz"
@@ -61,7 +61,7 @@ def _prompts(data: Path) -> list[str]:
 
 def _serve(queue: list[Refs], capacity: int, size: int, aware: bool) -> tuple[int, int]:
     """(tokens hit, tokens) of requests in order, or the longest cached prefix of those waiting first."""
-    store = LRU(capacity)
+    store = LRUStore(capacity)
     waiting, hit, total = queue[:size], 0, 0
     coming = iter(queue[size:])
     while waiting:
@@ -74,7 +74,7 @@ def _serve(queue: list[Refs], capacity: int, size: int, aware: bool) -> tuple[in
     return hit, total
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     prompts = _prompts(data)
     order = np.random.default_rng(unit["seed"]).permutation(len(prompts))[: unit["requests"]].tolist()
     arrived = [np.frombuffer(prompts[i].encode(), dtype=np.uint8).astype(np.int32) for i in order]
@@ -98,7 +98,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
 def _hit(order: str, waiting: int = WAITING[0]) -> Value:
     """Means over the capacities."""
 
-    def pick(rows: list[Row]) -> list[float]:
+    def pick(rows: list[TableRow]) -> list[float]:
         own = [r for r in rows if (r["order"], r["waiting"]) == (order, waiting)]
         seeds = dict.fromkeys(r["seed"] for r in own)
         return [float(np.mean([r["hit_by_token"] for r in own if r["seed"] == s])) for s in seeds]
@@ -111,7 +111,7 @@ def _of_optimum(waiting: int) -> Value:
     return lambda rows: [a / b for a, b in zip(ours(rows), best(rows))]
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for name, waiting in dict.fromkeys((r["order"], r["waiting"]) for r in rows):
         own = [r for r in rows if (r["order"], r["waiting"]) == (name, waiting)]
         axes.plot(

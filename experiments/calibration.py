@@ -4,7 +4,7 @@ Source: throughput and latency of vLLM 0.1.2 on OPT-13B and one A100-SXM4-40GB: 
 batching (June 2023) and a repetition with its environment printed (issue 4 of llm-continuous-batching-benchmarks):
 1,000 requests at once of 512-token prompts, answers exponential with mean 128 below a cap, tokens per second; and
 median latency at 1 and 4 requests per second. Shared reads: ChunkAttention (ACL'24), Table 3, PagedAttn* over
-PagedAttn. The PagedAttention paper's tables take no part. Simulated. Cost: five minutes.
+PagedAttn. The PagedAttention paper's tables take no part. Simulated. Cost: four minutes.
     pagedjax experiment run calibration
 """
 
@@ -19,13 +19,12 @@ import numpy as np
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
 
-from ._serving import ALPACA, ALPACA_TEXT, MAX_LEN, TURNS, WMT, cost, manager, workload
-from ._serving import SCHEDULER as PAPERS
+from ._serving import MACHINES, MAX_LEN, cost, manager
 
 CAPS = (32, 128, 512, 1536)  # on the answer's length
 RATES = (1.0, 4.0)
@@ -133,12 +132,12 @@ def _fit(harness: _Harness, printed: tuple[float, ...]) -> tuple[float, float]:
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    sizes = {"requests": 60, "span_s": 5.0} if smoke else {"requests": 1000, "span_s": 300.0}
-    fits = [{"source": s, "fit": not smoke, "seed": seed, **sizes} for s in PRINTED]
-    return [*fits, {"source": "roofline", "fit": False, "seed": seed, **sizes}, {"source": "ChunkAttention"}]
+    sizes = {"requests": 60 if smoke else 1000, "seed": seed}
+    fits = [{"source": s, "fit": not smoke, **sizes} for s in PRINTED]
+    return [*fits, {"source": "roofline", "fit": False, **sizes}, {"source": "ChunkAttention"}]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     source = unit["source"]
     if source == "ChunkAttention":
         yield from _shared()
@@ -150,37 +149,9 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     printed = PRINTED.get(source, (None,) * len(NAMES))
     for name, ours, value in zip(NAMES, harness.figures(*host), printed):
         yield {"source": source, "figure": name, "simulated": ours, "printed": value}
-    yield from ({"source": source, **row} for row in _paper(host, data, unit["span_s"], unit["seed"]))
 
 
-def _paper(host: tuple[float, float], data: Path, span_s: float, seed: int) -> Iterator[Row]:
-    """What tables of the PagedAttention paper would be with this host work."""
-    for name, rate, system, printed in (
-        ("sharegpt", 2.0, "paged", 30.42),
-        ("sharegpt", 2.0, "orca-oracle", 13.62),
-        ("alpaca", 30.0, "paged", 132.44),
-    ):
-        span = span_s * (1.0 if name == "sharegpt" else 0.2)
-        trace = workload(name, data, int(rate * span), seed).with_arrivals(rate, seed=seed)
-        model = _with_host(cost("opt-13b"), *host)
-        result = simulate(trace, manager(system), model, PAPERS, max_model_len=MAX_LEN, until_s=span)
-        yield {"figure": f"Fig. 13, {name}, {system}", "simulated": result.batch, "printed": printed}
-    for section, name, shape, systems, count, printed in (
-        ("§6.4", "wmt-80", "llama-13b", ("paged+sharing", "orca-oracle"), 4 * span_s, 1.67),
-        ("§6.4", "wmt-341", "llama-13b", ("paged+sharing", "orca-oracle"), 4 * span_s, 3.58),
-        ("§6.5", "chatbot", "opt-13b", ("paged", "orca-max"), span_s, 2.0),
-    ):
-        trace = workload(name, data, int(count), seed)
-        model = _with_host(cost(shape), *host)
-        rates = [
-            simulate(trace, manager(s), model, PAPERS, max_model_len=MAX_LEN).summary().requests_per_s
-            for s in systems
-        ]
-        figure = f"{section}, {name}, saturated: {' over '.join(systems)}"
-        yield {"figure": figure, "simulated": rates[0] / rates[1], "printed": printed}
-
-
-def _shared() -> Iterator[Row]:
+def _shared() -> Iterator[TableRow]:
     """t* / t = 1 - (1 - x) * shared / prompt * (batch - 1) / batch, solved for x over all of the table."""
     part = np.array([shared / prompt * (SHARED_BATCH - 1) / SHARED_BATCH for prompt, shared, _, _ in SHARED])
     printed = np.array([theirs / alone for _, _, alone, theirs in SHARED])
@@ -196,7 +167,7 @@ def _shared() -> Iterator[Row]:
     yield {"source": "ChunkAttention", "figure": "shared_read", "simulated": x, "printed": None}
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for source in dict.fromkeys(r["source"] for r in rows):
         own = [r for r in rows if r["source"] == source and r["printed"]]
         ratios = [r["simulated"] / r["printed"] for r in own]
@@ -207,8 +178,8 @@ def _plot(rows: list[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-_FILE = HardwareSpec.read("a100-40gb")
-_LEAST = 50  # rows of a whole run; a smoke run fits nothing and has fewer
+_FILES = dict(zip(PRINTED, MACHINES))
+_LEAST = 25  # rows of a whole run; a smoke run fits nothing and has fewer
 EXPERIMENT = Experiment(
     name="calibration",
     question="Where do the constants of the A100 file come from, and do they give back what they were fitted to?",
@@ -234,23 +205,30 @@ EXPERIMENT = Experiment(
         ),
         *(
             Claim(
-                f"fitted {name}",
-                getattr(_FILE, name),
-                "configs/hardware/a100-40gb.toml",
+                f"fitted {name}, {source}",
+                getattr(HardwareSpec.read(file), name),
+                f"configs/hardware/{file}.toml",
                 cell("simulated", least=_LEAST, source=source, figure=name),
                 "input",
             )
-            for source, name in (*(("repetition", n) for n in CONSTANTS), ("ChunkAttention", "shared_read"))
+            for source, file in _FILES.items()
+            for name in CONSTANTS
+        ),
+        Claim(
+            "fitted shared_read",
+            HardwareSpec.read(MACHINES[0]).shared_read,
+            f"configs/hardware/{MACHINES[0]}.toml",
+            cell("simulated", least=_LEAST, source="ChunkAttention", figure="shared_read"),
+            "input",
         ),
     ),
     units=_units,
     run=_run,
     plot=_plot,
-    data=(ALPACA, ALPACA_TEXT, TURNS, *WMT.values()),
     note=(
-        "the file takes the repetition's constants, because its machine is printed; the blog's machine needs "
-        "less host work per row. Each source's last rows are figures of the PagedAttention paper under its "
-        "host work: none of them enters a fit, and all but §6.5 lie between the two machines. Source "
-        "roofline: 3 ms a step, nothing per row"
+        "inputs all of them: what is printed was fitted, and the rows show how well two constants give six figures "
+        "back. The file a100-40gb takes the repetition's, because its machine is printed; the blog's machine needs "
+        "less host work per row, and is a100-40gb-anyscale. Figures of other tables that depend on host work stand "
+        "there under both. Source roofline: 3 ms a step, nothing per row"
     ),
 )

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 
-from ._decoder import NOTE, SEQS, SIZES, Decoder, tokens
+from ._decoder import NOTE, SEQS, SIZES, SmallEngine, tokens
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -31,9 +31,9 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     """All sizes in one process, interleaved, the best of each kept; a first round compiles and is dropped."""
-    decoders = {size: Decoder(smoke=unit["smoke"], block_size=size) for size in unit["sizes"]}
+    decoders = {size: SmallEngine(smoke=unit["smoke"], block_size=size) for size in unit["sizes"]}
     prompts = [tokens(unit["seed"] + i, unit["context"]) for i in range(SEQS)]
     best: dict[int, float] = {}
     answers: dict[int, list[tuple[int, ...]]] = {}
@@ -53,7 +53,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
         }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     axes.plot([r["block_size"] for r in rows], [r["ms_per_step"] for r in rows], marker="o")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("block size, tokens")

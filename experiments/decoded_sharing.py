@@ -20,7 +20,7 @@ import numpy as np
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import SamplingParams
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -34,16 +34,21 @@ PRINTED = {
     "parallel sampling": {2: 0.0609, 4: 0.0853, 6: 0.0979},
 }
 BLOCK, NUM_BLOCKS, MAX_LEN = 16, 800, 512
+DECODER = "smollm2-135m"
+DRAWS = 20
 LONGEST_PROMPT = 128  # tokens; 99.7 % of the prompts are shorter
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    size = {"requests": 3, "longest": 12} if smoke else {"requests": 16, "longest": MAX_LEN - LONGEST_PROMPT}
-    return [
-        {"method": m, "width": w, "seed": seed, "tiny": smoke, **size}
-        for m in PRINTED
-        for w in ((2,) if smoke else (2, 4, 6))
-    ]
+    """Decoded once, at even steps of all lengths; without a model many times, with requests drawn at random."""
+    if smoke:
+        size = {"requests": 3, "longest": 12, "draw": "even", "decoder": "tiny", "seed": seed}
+        return [{"method": m, "width": 2, **size} for m in PRINTED]
+    size = {"requests": 16, "longest": MAX_LEN - LONGEST_PROMPT}
+    cases = [{"method": m, "width": w, **size} for m, printed in PRINTED.items() for w in printed]
+    decoded = [{**case, "draw": "even", "decoder": DECODER, "seed": seed} for case in cases]
+    drawn = {"draw": "random", "decoder": "none"}
+    return decoded + [{**case, **drawn, "seed": seed + i} for case in cases for i in range(DRAWS)]
 
 
 def _scheduler(tiny: bool) -> SchedulerConfig:
@@ -56,15 +61,22 @@ def _manager() -> PagedManager:
 
 
 @functools.cache
-def _decoder(tiny: bool) -> tuple[Any, Callable[[str], list[int]]]:
-    """(make a fresh engine, encode): the default model, or the tests' tiny one."""
-    from pagedjax.engine import Engine
-    from pagedjax.kernels import KVLayout
+def _model(tiny: bool) -> Any:
+    """The default model, or the tests' tiny one."""
     from pagedjax.models import load_model
-    from pagedjax.runtime import Buckets, JaxRunner
     from pagedjax.testing import tiny_model
 
-    model = tiny_model(num_layers=1) if tiny else load_model("smollm2-135m")
+    return tiny_model(num_layers=1) if tiny else load_model(DECODER)
+
+
+@functools.cache
+def _decoder(tiny: bool) -> Callable[[Callable[[Any], None]], Any]:
+    """Makes a fresh engine on the same compiled runner."""
+    from pagedjax.engine import Engine
+    from pagedjax.kernels import KVLayout
+    from pagedjax.runtime import Buckets, JaxRunner
+
+    model = _model(tiny)
     scheduler = _scheduler(tiny)
     c = model.config
     layout = KVLayout(c.num_layers, NUM_BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, "float32")
@@ -77,26 +89,29 @@ def _decoder(tiny: bool) -> tuple[Any, Callable[[str], list[int]]]:
             _manager(), runner, scheduler, max_model_len=MAX_LEN, eos_token_ids=ends, on_step=on_step
         )
 
-    return engine, model.tokenizer.encode
+    return engine
 
 
-def _spread(values: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """`count` of sorted values at even steps, shuffled: few requests, yet long and short ones in proportion."""
+def _pick(values: Sequence[Any], unit: Unit, seed: int) -> list[Any]:
+    """Some of sorted values: at even steps, shuffled, so that long and short ones are in proportion; or at random."""
+    count, rng = unit["requests"], np.random.default_rng(seed)
+    if unit["draw"] == "random":
+        return [values[i] for i in rng.integers(0, len(values), count)]
     picked = [values[int((i + 0.5) / count * len(values))] for i in range(count)]
-    return [picked[i] for i in np.random.default_rng(seed).permutation(count)]
+    return [picked[i] for i in rng.permutation(count)]
 
 
-def _prompts(data: Path, encode: Callable[[str], list[int]], count: int, seed: int) -> list[list[int]]:
+def _prompts(data: Path, encode: Callable[[str], list[int]], unit: Unit) -> list[list[int]]:
     with gzip.open(data / DATA, "rt", encoding="utf-8") as file:
         texts = [" ".join([r["instruction"], r["input"]]).strip() for r in json.load(file)]
     prompts = [ids for ids in map(encode, texts) if len(ids) <= LONGEST_PROMPT]
-    return _spread(sorted(prompts, key=len), count, seed)
+    return _pick(sorted(prompts, key=len), unit, unit["seed"])
 
 
-def _answers(data: Path, count: int, seed: int) -> list[int]:
+def _answers(data: Path, unit: Unit) -> list[int]:
     """Lengths of Alpaca's answers, tokens; scaled to the mean of Fig. 11."""
-    lengths = sorted(request.num_output for request in workload("alpaca", data, 1000, seed))
-    return _spread(lengths, count, seed + 1)
+    lengths = sorted(request.num_output for request in workload("alpaca", data, 1000, 0))
+    return [min(n, unit["longest"]) for n in _pick(lengths, unit, unit["seed"] + 1)]
 
 
 def _sampling(unit: Unit, length: int) -> SamplingParams:
@@ -104,35 +119,39 @@ def _sampling(unit: Unit, length: int) -> SamplingParams:
     several: dict[str, Any] = {"temperature": 1.0, "seed": unit["seed"]}
     if unit["method"] == "beam search":
         several = {"beam_width": unit["width"]}
-    return SamplingParams(
-        max_tokens=min(length, unit["longest"]), n=unit["width"], ignore_eos=True, **several
-    )
+    return SamplingParams(max_tokens=length, n=unit["width"], ignore_eos=True, **several)
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
-    make, encode = _decoder(unit["tiny"])
-    steps: list[dict[str, float]] = []
-    engine = make(lambda record: steps.append(blocks_watch(record.plan)))
-    prompts = _prompts(data, encode, unit["requests"], unit["seed"])
-    for prompt, length in zip(prompts, _answers(data, unit["requests"], unit["seed"])):
-        engine.add(prompt, _sampling(unit, length))
-    outputs = []
-    while engine.has_work:
-        outputs += [o for o in engine.step() if o.finished]
-    outputs.sort(key=lambda o: int(o.request_id))
-    lengths = [len(output.outputs[0].token_ids) for output in outputs]  # of all its beams or samples
-    held, named = (float(np.mean([step[key] for step in steps])) for key in ("held", "named"))
-    yield {
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
+    tiny = unit["decoder"] == "tiny"
+    prompts, answers = _prompts(data, _model(tiny).tokenizer.encode, unit), _answers(data, unit)
+    row: TableRow = {
         "method": unit["method"],
         "width": unit["width"],
-        "memory_saved": 1 - held / named,
-        "simulated_saved": _simulated(unit, [len(p) for p in prompts], lengths),
+        "decoder": unit["decoder"],
+        "draw": unit["draw"],
+        "seed": unit["seed"],
+        "simulated_saved": _simulated(unit, [len(p) for p in prompts], answers),
+        "prompt_tokens": float(np.mean([len(p) for p in prompts])),
+        "output_tokens": float(np.mean(answers)),
+    }
+    if unit["decoder"] == "none":
+        yield row
+        return
+    steps: list[dict[str, float]] = []
+    engine = _decoder(tiny)(lambda record: steps.append(blocks_watch(record.plan)))
+    for prompt, length in zip(prompts, answers, strict=True):
+        engine.add(prompt, _sampling(unit, length))
+    while engine.has_work:
+        engine.step()
+    held, named = (float(np.mean([step[key] for step in steps])) for key in ("held", "named"))
+    saved = 1 - held / named
+    yield row | {
+        "memory_saved": saved,
+        "less_simulated": saved - row["simulated_saved"],
         "blocks_held": held,
         "steps": len(steps),
         "copies": engine.manager.stats.copies,
-        "prompt_tokens": float(np.mean([len(p) for p in prompts])),
-        "output_tokens": float(np.mean(lengths)),
-        "decoder": "tiny" if unit["tiny"] else "smollm2-135m",
     }
 
 
@@ -144,7 +163,7 @@ def _simulated(unit: Unit, prompts: Sequence[int], answers: Sequence[int]) -> fl
         Trace("decoded", "lengths", 0, False, lambda: iter(rows)),
         _manager(),
         lambda plan: 1.0,  # steps are averaged, as they are counted above
-        _scheduler(unit["tiny"]),
+        _scheduler(unit["decoder"] == "tiny"),
         max_model_len=MAX_LEN,
         n=1 if beams else unit["width"],
         beams=beams,
@@ -153,13 +172,13 @@ def _simulated(unit: Unit, prompts: Sequence[int], answers: Sequence[int]) -> fl
     return 1 - result.sampled["held"] / result.sampled["named"]
 
 
-def _value(method: str, width: int) -> Value:
-    return cell("memory_saved", method=method, width=width, decoder="smollm2-135m")
+def _value(column: str, method: str, width: int, decoder: str) -> Value:
+    return cell(column, least=7, method=method, width=width, decoder=decoder)
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for method, printed in PRINTED.items():
-        own = [r for r in rows if r["method"] == method]
+        own = [r for r in rows if r["method"] == method and "memory_saved" in r]
         widths = [r["width"] for r in own]
         axes.plot(widths, [r["memory_saved"] for r in own], marker="o", label=f"{method}, decoded")
         axes.plot(widths, [r["simulated_saved"] for r in own], ":", label=f"{method}, simulated")
@@ -169,23 +188,53 @@ def _plot(rows: list[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
+_FIG = "PagedAttention Fig. 15"
 EXPERIMENT = Experiment(
     name="decoded-sharing",
     question="What memory does sharing save when beams and samples of Alpaca prompts are really decoded?",
     kind="counted",
     definition=(
         "1 - distinct blocks over blocks named by all tables of a step, both averaged over steps; prefix cache off; "
-        "simulated_saved is the simulator's value for the same lengths"
+        "simulated_saved: the simulator's value for the same lengths, without a model"
     ),
-    claims=tuple(
-        Claim(
-            f"{method}, {'width' if method == 'beam search' else 'n'} = {w}",
-            value,
-            "PagedAttention Fig. 15",
-            _value(method, w),
-        )
-        for method, printed in PRINTED.items()
-        for w, value in printed.items()
+    claims=(
+        *(
+            Claim(
+                f"beam search, width {w}, decoded",
+                paper,
+                _FIG,
+                _value("memory_saved", "beam search", w, DECODER),
+            )
+            for w, paper in PRINTED["beam search"].items()
+        ),
+        *(
+            Claim(
+                f"beam search, width {w}, simulated over {DRAWS} draws of 16 requests",
+                paper,
+                _FIG,
+                _value("simulated_saved", "beam search", w, "none"),
+            )
+            for w, paper in PRINTED["beam search"].items()
+        ),
+        *(
+            Claim(
+                f"parallel sampling, n = {n}, simulated over {DRAWS} draws of 16 requests",
+                paper,
+                _FIG,
+                _value("simulated_saved", "parallel sampling", n, "none"),
+            )
+            for n, paper in PRINTED["parallel sampling"].items()
+        ),
+        *(
+            Claim(
+                f"parallel sampling, n = {n}: decoded less simulated, same lengths",
+                0.0,
+                "what a sample shares does not depend on its tokens",
+                _value("less_simulated", "parallel sampling", n, DECODER),
+                "identity",
+            )
+            for n in PRINTED["parallel sampling"]
+        ),
     ),
     units=_units,
     run=_run,
@@ -193,11 +242,10 @@ EXPERIMENT = Experiment(
     data=(DATA, ALPACA),
     note=(
         "SmolLM2-135M in place of OPT-13B; 16 Alpaca instructions of the named file, answers as long as Alpaca's "
-        "(at even steps from all lengths, scaled to the mean of Fig. 11), as in the paper's benchmark. Length "
-        "decides: with answers that the model ended itself, cut at 64 tokens, beams saved 30.7, 44.7 and 47.5 %, "
-        "and the simulator says 27.7 to 30.4, 40.0 to 43.4 and 43.7 to 47.5 % for 50 to 64 tokens, because the "
-        "last blocks, in which beams part, weigh more. On equal lengths it agrees with the decoder, whose beams "
-        "part sooner at width 6. Samples save more than in the paper: 16 lengths miss the longest answers, and "
-        "with 100 the simulator says 4.7, 7.0 and 7.8 %, on the other side of the paper's figures"
+        "(scaled to the mean of Fig. 11), as in the paper's benchmark; decoded once, at even steps of all lengths."
+        " How much 16 requests say is seen from twenty draws of 16, simulated: samples save what the simulator "
+        "says to the last digit, because nothing depends on the tokens. Length decides for beams: the last blocks,"
+        " in which beams part, weigh more in short answers. On equal lengths the simulator agrees with the "
+        "decoder, whose beams part sooner at width 6"
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from pagedjax.cache import POLICIES
 from pagedjax.cache.policies import Belady
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
 from pagedjax.sim.curve import belady_bound, load_references
 from pagedjax.sim.replay import PolicyStore, future_of, replay
 from pagedjax.sim.trace import Trace, open_trace
@@ -32,7 +32,11 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     traces = ("synthetic",) if smoke else tuple(FILES)
     capacities = (1_000,) if smoke else CAPACITIES
     head = 300 if smoke else 0
-    return [{"trace": t, "capacity": c, "head": head} for t in traces for c in capacities]
+    return [
+        {"trace": t, "capacity": c, "head": head, "policies": list(POLICIES)}
+        for t in traces
+        for c in capacities
+    ]
 
 
 def _trace(unit: Unit, data: Path) -> Trace:
@@ -41,12 +45,12 @@ def _trace(unit: Unit, data: Path) -> Trace:
     return trace.head(head) if head else trace
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     trace = _trace(unit, data)
     size, capacity = trace.granularity, unit["capacity"]
-    row: Row = {"trace": unit["trace"], "capacity_blocks": capacity, "block_size": size}
+    row: TableRow = {"trace": unit["trace"], "capacity_blocks": capacity, "block_size": size}
     future = future_of(trace, size)
-    for name in POLICIES:
+    for name in unit["policies"]:
         policy: Any = (lambda n: Belady(n, future)) if name == "belady" else name
         row[name] = replay(trace, size, PolicyStore(capacity, policy)).by_block
     refs = load_references(trace, size)
@@ -55,17 +59,17 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
 
 
 def _lead(trace: str, capacity: int, worse: str) -> Value:
-    def pick(rows: list[Row]) -> list[float]:
+    def pick(rows: list[TableRow]) -> list[float]:
         own = [r for r in rows if (r["trace"], r["capacity_blocks"]) == (trace, capacity)]
         return [r["lru"] - r[worse] for r in own[:1]]
 
     return pick
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     trace = "conversation" if any(r["trace"] == "conversation" for r in rows) else rows[0]["trace"]
     own = [r for r in rows if r["trace"] == trace]
-    for name in [*POLICIES, "bound"]:
+    for name in list(own[0])[3:]:
         axes.plot([r["capacity_blocks"] for r in own], [r[name] for r in own], marker="o", label=name)
     axes.set_xlabel(f"capacity, blocks ({trace})")
     axes.set_ylabel("hit ratio by block")

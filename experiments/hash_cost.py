@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedjax.cache import TokenChain
 from pagedjax.cache.hashing import HASHES
-from pagedjax.lab import Experiment, Row, Unit
+from pagedjax.lab import Experiment, TableRow, Unit
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -26,7 +26,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     """All functions and sizes in one process, interleaved, the best of each kept."""
     tokens = np.random.default_rng(unit["seed"]).integers(0, 50_000, unit["tokens"]).tolist()
     best: dict[tuple[str, int], float] = {}
@@ -47,7 +47,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
         }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for name in dict.fromkeys(r["hash"] for r in rows):
         own = [r for r in rows if r["hash"] == name]
         axes.plot(

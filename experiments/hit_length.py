@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import PagedManager, TokenChain
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 
 PROMPT = 256
 
@@ -52,7 +52,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     hit = count(**unit)
     yield {**unit, "hit_tokens": hit, "computed_tokens": unit["prompt"] - hit}
 
@@ -89,7 +89,7 @@ for(const i of"npb")$(i).oninput=draw;draw()</script></html>
 """
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for size in sorted({r["block_size"] for r in rows if r["prompt"] == PROMPT}):
         own = [r for r in rows if r["block_size"] == size and r["prompt"] == PROMPT]
         axes.step([r["prefix"] for r in own], [r["hit_tokens"] for r in own], where="post", label=f"{size}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import INDEXES, PagedManager, TokenChain
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
 from pagedjax.sim.synth import agents, chat, document_questions, few_shot, system_prompt
 from pagedjax.sim.trace import Trace
 
@@ -25,16 +25,34 @@ TRAFFIC: dict[str, Callable[..., Trace]] = {
 }
 
 
+POLICIES = ("lru", "fifo", "cost", "s3fifo")
+POOLS = {"ample": 2000, "tight": 200}  # blocks beside a share of all that the traffic names
+
+
 def _units(smoke: bool, seed: int) -> list[Unit]:
     n = 20 if smoke else 300
-    return [{"traffic": t, "index": i, "requests": n, "seed": seed} for t in TRAFFIC for i in INDEXES]
+    plain = [{"policy": "lru", "pool": "ample", "index": i} for i in INDEXES]
+    others = (
+        []
+        if smoke
+        else [{"policy": p, "pool": "tight", "index": i} for p in POLICIES for i in ("hash", "radix")]
+    )
+    return [
+        {"traffic": t, **case, "requests": n, "seed": seed} for case in [*plain, *others] for t in TRAFFIC
+    ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     size = 16
     trace = TRAFFIC[unit["traffic"]](unit["requests"], unit["seed"])
     blocks = sum(-(-(r.num_input + r.num_output) // size) for r in trace)
-    manager = PagedManager(num_blocks=blocks // 4 + 2000, block_size=size, index=unit["index"])
+    share = 4 if unit["pool"] == "ample" else 40
+    manager = PagedManager(
+        num_blocks=blocks // share + POOLS[unit["pool"]],
+        block_size=size,
+        index=unit["index"],
+        policy=unit["policy"],
+    )
     tokens = 0
     for seq, request in enumerate(trace):
         assert request.token_ids is not None and request.output_ids is not None
@@ -49,6 +67,8 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     yield {
         "traffic": unit["traffic"],
         "index": unit["index"],
+        "policy": unit["policy"],
+        "pool": unit["pool"],
         "requests": stats.requests,
         "prompt_tokens": tokens,
         "hit_tokens": stats.hit_tokens,
@@ -58,19 +78,27 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _difference(rows: list[Row]) -> list[float]:
-    by = {(r["traffic"], r["index"]): r["hit_tokens"] for r in rows}
-    return [float(sum(abs(by[t, "hash"] - by[t, "radix"]) for t in TRAFFIC if (t, "hash") in by))]
+def _difference(policy: str, pool: str) -> Value:
+    """Tokens that one of the two finds and the other does not, over those that the hash index finds."""
+
+    def pick(rows: list[TableRow]) -> list[float]:
+        own = [r for r in rows if (r["policy"], r["pool"]) == (policy, pool)]
+        by = {(r["traffic"], r["index"]): r["hit_tokens"] for r in own}
+        found = sum(by[t, "hash"] for t in TRAFFIC if (t, "hash") in by)
+        off = sum(abs(by[t, "hash"] - by[t, "radix"]) for t in TRAFFIC if (t, "hash") in by)
+        return [off / found] if found else []
+
+    return pick
 
 
 def _share(traffic: str) -> Value:
-    return cell("hit_engine", traffic=traffic, index="hash")
+    return cell("hit_engine", traffic=traffic, index="hash", pool="ample")
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     names = list(INDEXES)
     for k, index in enumerate(names):
-        own = [r for r in rows if r["index"] == index]
+        own = [r for r in rows if (r["index"], r["pool"]) == (index, "ample")]
         axes.bar([i + 0.25 * k for i in range(len(own))], [r["hit_engine"] for r in own], 0.25, label=index)
     axes.set_xticks(range(len(TRAFFIC)), list(TRAFFIC), fontsize=8)
     axes.set_ylabel("prompt tokens from the cache")
@@ -82,16 +110,26 @@ EXPERIMENT = Experiment(
     question="Which traffic shares prefixes, and do the three prefix indexes find the same?",
     kind="counted",
     definition=(
-        "PagedManager, block size 16, LRU, a pool of a quarter of all blocks and 2,000 more, requests one after "
-        "another, answers cached too; prompt tokens taken from the cache over prompt tokens"
+        "PagedManager, block size 16, requests one after another, answers cached too; prompt tokens from the cache "
+        "over prompt tokens. Ample: a pool of a quarter of all blocks and 2,000 more, LRU; tight: a fortieth and 200, "
+        "four policies"
     ),
     claims=(
         Claim(
-            "hash and radix: tokens of difference",
+            "hash and radix, LRU, few evictions: share of tokens of difference",
             0.0,
             "same blocks, two structures",
-            _difference,
+            _difference("lru", "ample"),
             "identity",
+        ),
+        *(
+            Claim(
+                f"hash and radix, {policy}, a tight pool: share of tokens of difference",
+                None,
+                "a tree evicts leaves first, a chain any block",
+                _difference(policy, "tight"),
+            )
+            for policy in POLICIES
         ),
         Claim("customer service: share from the cache", None, "our traffic", _share("customer service")),
         Claim("document analysis, two questions each", None, "our traffic", _share("document analysis")),
@@ -99,4 +137,10 @@ EXPERIMENT = Experiment(
     units=_units,
     run=_run,
     plot=_plot,
+    open=("policy", "index"),
+    note=(
+        "the two find the same while the policy's order keeps heads younger than tails (LRU with tail-first release) "
+        "or little is evicted. A radix tree gives up leaves only, a hash chain may lose a block in the middle, behind "
+        "which nothing is found; the tight pool shows by how much"
+    ),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pagedjax.cache import PagedManager, TokenChain
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 
 GB_PER_TOKEN = 0.125 / 1000
 TIMESTAMP = "timestamp as token 0"
@@ -44,7 +44,7 @@ def _prompts(unit: Unit) -> Iterator[list[int]]:
             yield list(common)
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     """All requests live at once; a shared block is in use once, however many tables name it.
 
     The last prompt token is computed by every request, in a block of its own: where a prompt is shared

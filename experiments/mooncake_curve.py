@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
 from pagedjax.sim.curve import belady_bound, load_references, lru_curve
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.trace import open_trace
@@ -20,6 +20,18 @@ from pagedjax.sim.trace import open_trace
 FILES = {t: f"data/traces/mooncake_{t}_trace.jsonl.gz" for t in ("conversation", "synthetic")}
 TOKENS = (10_000, 100_000, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000, 50_000_000)
 BLOCK = 512
+# Fig. 9 prints no numbers; read off the plot, to about half a point.
+READ_OFF = {
+    "conversation": {
+        10**4: 0.045,
+        10**5: 0.073,
+        10**6: 0.087,
+        2 * 10**6: 0.12,
+        3 * 10**6: 0.17,
+        10**7: 0.325,
+    },
+    "synthetic": {10**5: 0.012, 10**6: 0.148, 2 * 10**6: 0.235, 3 * 10**6: 0.31, 10**7: 0.58},
+}
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -28,7 +40,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     return [{"trace": t, "block_size": b, "bound": b == BLOCK} for t in FILES for b in (128, 256, 512)]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     trace = open_trace(data / FILES[unit["trace"]])
     size = unit["block_size"]
     refs = load_references(trace, size)
@@ -51,7 +63,10 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
             )
         if tokens == math.inf:
             counts = replay(trace, size, Unbounded())
+            head = replay(trace.head(counts.requests // 2), size, Unbounded())
             row |= {"mean_per_request": counts.mean_per_request, "by_engine": counts.by_engine}
+            row["last_half_by_block"] = (counts.hit_blocks - head.hit_blocks) / (counts.blocks - head.blocks)
+            row["last_half_by_token"] = (counts.hit_tokens - head.hit_tokens) / (counts.tokens - head.tokens)
         yield row
 
 
@@ -59,7 +74,7 @@ def _at(trace: str, tokens: int | None, column: str) -> Value:
     return cell(column, trace=trace, block_size=BLOCK, capacity_tokens=tokens)
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     for name in FILES:
         own = [r for r in rows if r["trace"] == name and r["block_size"] == BLOCK and r["capacity_tokens"]]
         at = [r["capacity_tokens"] for r in own]
@@ -72,7 +87,6 @@ def _plot(rows: list[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-_FIG = "Mooncake FAST'25, Fig. 9 (text)"
 _TABLE = "Mooncake FAST'25, Table 2"
 EXPERIMENT = Experiment(
     name="mooncake-curve",
@@ -83,19 +97,38 @@ EXPERIMENT = Experiment(
         "and touched tail first; one pass over all capacities; by_engine: this engine's rules, over tokens"
     ),
     claims=(
-        Claim("conversation, ideal", 0.40, _TABLE, _at("conversation", None, "lru_by_block")),
-        Claim("synthetic, ideal", 0.66, _TABLE, _at("synthetic", None, "lru_by_block")),
-        Claim(
-            "conversation, share of ideal at 3M tokens",
-            0.41,
-            _FIG,
-            _at("conversation", 3_000_000, "share_of_ideal"),
+        *(
+            Claim(f"{name}, ideal", paper, _TABLE, _at(name, None, "lru_by_block"))
+            for name, paper in (("conversation", 0.40), ("synthetic", 0.66))
         ),
-        Claim(
-            "synthetic, share of ideal at 3M tokens",
-            0.46,
-            _FIG,
-            _at("synthetic", 3_000_000, "share_of_ideal"),
+        *(
+            Claim(
+                f"{name}, share of ideal at 3M tokens",
+                paper,
+                "Mooncake FAST'25, Fig. 9 (text)",
+                _at(name, 3_000_000, "share_of_ideal"),
+            )
+            for name, paper in (("conversation", 0.41), ("synthetic", 0.46))
+        ),
+        *(
+            Claim(
+                f"{name}, {tokens:,} tokens",
+                paper,
+                "Mooncake FAST'25, read off Fig. 9",
+                _at(name, tokens, "lru_by_block"),
+            )
+            for name, values in READ_OFF.items()
+            for tokens, paper in values.items()
+        ),
+        *(
+            Claim(
+                f"{name}, ideal, of the last half by {what}",
+                paper,
+                _TABLE,
+                _at(name, None, f"last_half_by_{what}"),
+            )
+            for name, paper in (("conversation", 0.40), ("synthetic", 0.66))
+            for what in ("block", "token")
         ),
     ),
     units=_units,
@@ -105,6 +138,9 @@ EXPERIMENT = Experiment(
     note=(
         "the paper gives no formula for its ratio. On the published conversation trace every definition (by block "
         ".366, full blocks .382, tokens .374, mean per request .409) but the last lies below its 40 %, and the curve "
-        "runs 3 to 4 points under Fig. 9 above 10^4 tokens; synthetic lies on the published curve"
+        "runs 3 to 4 points under Fig. 9 above 10^4 tokens: worst, in proportion, at 10^5 and 10^6. Counting the last "
+        "half only, with a warm cache, gives its 40 % there, but .85 where it prints .66 for synthetic, so that is not "
+        "the paper's definition. Synthetic lies on the published curve; at 10^5 tokens the difference is half a point, "
+        "what reading off a plot can miss"
     ),
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
 
-from ._decoder import SIZES, Decoder, tokens
+from ._decoder import SIZES, SmallEngine, tokens
 
 CASES = ((True, "hash"), (True, "radix"))
 
@@ -37,9 +37,9 @@ def _prompts(unit: Unit) -> list[list[int]]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     prompts = _prompts(unit)
-    decoder = Decoder(smoke=unit["smoke"], prefix_caching=False)
+    decoder = SmallEngine(smoke=unit["smoke"], prefix_caching=False)
     off = [o.outputs[0].token_ids for o in decoder.run(prompts, unit["outputs"])]
     for caching, index in CASES:
         decoder.renew(prefix_caching=caching, index=index)

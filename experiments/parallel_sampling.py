@@ -7,63 +7,78 @@ Simulated steps, counted blocks; beam widths are in beam_search.py. Cost: two mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pagedjax.lab import Claim, Experiment, Row, Unit, Value, cell
+from pagedjax.lab import Experiment, TableRow, Unit, Value, cell
 from pagedjax.sim.simulator import simulate
 
 from ._serving import (
     ALPACA,
     ALPACA_TEXT,
     LENGTH_NOTE,
+    MACHINES,
     MAX_LEN,
     SCHEDULER,
     blocks_watch,
     cost,
+    figure,
     manager,
+    over_seeds,
     workload,
 )
 
+RANGE = (0.162, 0.305)  # of ShareGPT, over n
 PRINTED = {2: 0.0609, 4: 0.0853, 6: 0.0979}
 COUNT = {"alpaca": 300, "sharegpt": 400}
 SEQS_PER_S = {"alpaca": 6.0, "sharegpt": 2.0}  # samples together: both stay below saturation
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    names = ("alpaca",) if smoke else tuple(COUNT)
-    return [
-        {"workload": w, "n": n, "requests": 10 if smoke else COUNT[w], "seed": seed}
-        for w in names
-        for n in (1, 2, 4, 6)
-    ]
+    if smoke:
+        return [
+            {"workload": "alpaca", "n": n, "requests": 10, "hardware": MACHINES[0], "seed": seed}
+            for n in (1, 2, 4, 6)
+        ]
+    return over_seeds(
+        ({"workload": w, "n": n, "requests": COUNT[w]} for w in COUNT for n in (1, 2, 4, 6)), seed
+    )
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     trace = workload(unit["workload"], data, unit["requests"], unit["seed"]).with_arrivals(
         SEQS_PER_S[unit["workload"]] / unit["n"], seed=unit["seed"]
     )
     held = manager("paged")
     result = simulate(
-        trace, held, cost("opt-13b"), SCHEDULER, max_model_len=MAX_LEN, n=unit["n"], watch=blocks_watch
+        trace,
+        held,
+        cost("opt-13b", hardware=unit["hardware"]),
+        SCHEDULER,
+        max_model_len=MAX_LEN,
+        n=unit["n"],
+        watch=blocks_watch,
     )
     yield {
         "workload": unit["workload"],
         "n": unit["n"],
+        "hardware": unit["hardware"],
+        "seed": unit["seed"],
         "memory_saved": 1 - result.sampled["held"] / result.sampled["named"],
         "batch": result.batch,
         "copies": held.stats.copies,
     }
 
 
-def _value(name: str, n: int) -> Value:
-    return cell("memory_saved", least=5, workload=name, n=n)
+def _value(name: str, n: int) -> Callable[[str], Value]:
+    return lambda machine: cell("memory_saved", least=5, workload=name, n=n, hardware=machine)
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
+    first = (rows[0]["hardware"], rows[0]["seed"])
     for name in dict.fromkeys(r["workload"] for r in rows):
-        own = [r for r in rows if r["workload"] == name]
+        own = [r for r in rows if (r["workload"], r["hardware"], r["seed"]) == (name, *first)]
         axes.plot([r["n"] for r in own], [r["memory_saved"] for r in own], marker="o", label=name)
     axes.plot(list(PRINTED), list(PRINTED.values()), "x", label="alpaca, paper")
     axes.set_xlabel("samples per request")
@@ -75,19 +90,22 @@ EXPERIMENT = Experiment(
     name="parallel-sampling",
     question="What memory does sharing the prompt save when a request is sampled n times?",
     kind="simulated",
-    definition="1 - distinct blocks over blocks named by all tables of a step, both averaged over busy simulated time",
+    definition=(
+        "1 - distinct blocks over blocks named by all tables of a step, both averaged over busy simulated time; "
+        "five seeds"
+    ),
     claims=(
         *(
-            Claim(f"Alpaca, n = {n}", v, "PagedAttention Fig. 15", _value("alpaca", n))
+            figure(f"Alpaca, n = {n}", v, "PagedAttention Fig. 15", _value("alpaca", n))
             for n, v in PRINTED.items()
         ),
-        Claim("ShareGPT, n = 2", 0.162, "PagedAttention §6.3 (least of a range)", _value("sharegpt", 2)),
-        Claim("ShareGPT, n = 6", 0.305, "PagedAttention §6.3 (most of a range)", _value("sharegpt", 6)),
+        *(figure(f"ShareGPT, n = {n}", RANGE, "PagedAttention §6.3", _value("sharegpt", n)) for n in PRINTED),
     ),
     units=_units,
     run=_run,
     plot=_plot,
     data=(ALPACA, ALPACA_TEXT),
+    open=("hardware",),
     note=(
         LENGTH_NOTE
         + "; all samples of a request are as long as each other. The gain grows with n and follows 12 % x (1 - 1/n), "

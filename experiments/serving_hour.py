@@ -2,40 +2,50 @@
 
 Source: the trace of Mooncake FAST'25; no figure of the paper has this setting. Simulated: the H100 file four times
 over. One device's memory holds 833 blocks beside the weights, which hit 4 %: at the file's share of its peak, the
-arithmetic of the hour alone then takes 1.6 hours. Cost: two minutes.
+arithmetic of the hour alone then takes 1.6 hours. Cost: six minutes.
     pagedjax experiment run serving-hour
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, ratio
 from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import open_trace
+
+from ._serving import MACHINES
 
 TRACE = "data/traces/mooncake_conversation_trace.jsonl.gz"
 DEVICES, BLOCK, MAX_LEN = 4, 512, 131_072
 SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=8192)
 
 
-def cost() -> CostModel:
-    """Four H100s as one device, and Llama-3-8B."""
-    return CostModel(HardwareSpec.read("h100-80gb").times(DEVICES), read_shape("llama-3-8b"), BLOCK)
+def cost(host: str) -> CostModel:
+    """Four H100s as one device, and Llama-3-8B; host work as the H100 file assumes it, or of a calibrated machine."""
+    device, other = HardwareSpec.read("h100-80gb").times(DEVICES), HardwareSpec.read(host)
+    device = replace(device, step_overhead_s=other.step_overhead_s, host_s_per_row=other.host_s_per_row)
+    return CostModel(device, read_shape("llama-3-8b"), BLOCK)
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
-    return [{"caching": c, "until_s": 30.0 if smoke else 1e9, "seed": seed} for c in (False, True)]
+    hosts = ("h100-80gb",) if smoke else ("h100-80gb", *MACHINES)
+    return [
+        {"caching": c, "until_s": 30.0 if smoke else 1e9, "host": host}
+        for host in hosts
+        for c in (False, True)
+    ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
-    model = cost()
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
+    model = cost(unit["host"])
     held = PagedManager(num_blocks=model.kv_blocks(), block_size=BLOCK, prefix_caching=unit["caching"])
     trace = open_trace(data / TRACE)
     result = simulate(trace, held, model, SCHEDULER, max_model_len=MAX_LEN, until_s=unit["until_s"])
@@ -43,6 +53,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     last = max(r.arrival_s for r in result.records) - min(r.arrival_s for r in result.records)
     yield {
         "prefix_caching": unit["caching"],
+        "host": unit["host"],
         "requests": summary.requests,
         "refused": result.refused,
         "span_over_arrivals": summary.span_s / last,
@@ -57,17 +68,21 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
-    names = ["with prefix cache" if r["prefix_caching"] else "without" for r in rows]
+def _plot(rows: list[TableRow], axes: Any) -> None:
+    own = [r for r in rows if r["host"] == rows[0]["host"]]
+    names = ["with prefix cache" if r["prefix_caching"] else "without" for r in own]
     for k, column in enumerate(("ttft_p50_s", "ttft_p99_s")):
-        axes.bar([i + 0.4 * k for i in range(len(rows))], [r[column] for r in rows], 0.4, label=column)
-    axes.set_xticks([i + 0.2 for i in range(len(rows))], names)
+        axes.bar([i + 0.4 * k for i in range(len(own))], [r[column] for r in own], 0.4, label=column)
+    axes.set_xticks([i + 0.2 for i in range(len(own))], names)
     axes.set_yscale("log")
     axes.set_ylabel("seconds (simulated)")
     axes.legend(fontsize=8)
 
 
-_ON, _OFF = {"prefix_caching": True}, {"prefix_caching": False}
+def _with_over_without(column: str, host: str) -> Value:
+    return ratio(column, {"prefix_caching": True, "host": host}, {"prefix_caching": False, "host": host})
+
+
 EXPERIMENT = Experiment(
     name="serving-hour",
     question="What does a prefix cache bring to an hour of Mooncake's conversations, served by Llama-3-8B?",
@@ -76,12 +91,23 @@ EXPERIMENT = Experiment(
         "four H100 files as one device without communication cost, block size 512, 90 % of the memory beside the "
         "weights for KV, chunks of up to 8,192 tokens; hits by this engine's rules"
     ),
-    claims=(
-        Claim("TTFT p50, with over without", None, "our setting", ratio("ttft_p50_s", _ON, _OFF)),
-        Claim("busy time, with over without", None, "our setting", ratio("busy_s", _ON, _OFF)),
+    claims=tuple(
+        Claim(
+            f"{text}, with over without; host work of {host}",
+            None,
+            "our setting",
+            _with_over_without(column, host),
+        )
+        for text, column in (("TTFT p50", "ttft_p50_s"), ("busy time", "busy_s"))
+        for host in ("h100-80gb", *MACHINES)
     ),
     units=_units,
     run=_run,
     plot=_plot,
     data=(TRACE,),
+    open=("host",),
+    note=(
+        "the trace is given, so nothing is drawn and there are no seeds; the H100 file's host work is an assumption, "
+        "so the hour is played under that of both calibrated machines as well"
+    ),
 )

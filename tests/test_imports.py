@@ -178,3 +178,17 @@ def test_the_picture_catches_an_upward_arrow_and_a_circle():
     graph = {"cache": {"engine"}, "engine": {"cache"}}
     assert upward(graph) == ["cache -> engine"]
     assert circles(graph) == [["cache", "engine"]]
+
+
+def test_one_class_per_name():
+    """A name means one thing in pagedjax/ and experiments/; private classes are their module's own affair."""
+    places: dict[str, list[str]] = {}
+    for folder in ("pagedjax", "experiments"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(module_of(path))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    for name in ("Arrivals", "Choice"):  # a fleet's beside a generator's; a router's beside a beam's
+        twice.pop(name, None)
+    assert twice == {}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pagedjax.engine import StepRecord
     from pagedjax.llm import LLM
 
-Row = dict[str, Any]
+from pagedjax.lab.claims import TableRow
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
     tokens: int = 32,
     rounds: int = 3,
     note: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
+) -> list[TableRow]:
     """Measure each batch size.
 
     Args:
@@ -71,7 +71,7 @@ def run(
     return rows
 
 
-def first_token(llm: LLM, *, context: int = 1024, rounds: int = 3) -> Row:
+def first_token(llm: LLM, *, context: int = 1024, rounds: int = 3) -> TableRow:
     """Time to the first token of one prompt, cold and again warm.
 
     Args:
@@ -98,7 +98,9 @@ def first_token(llm: LLM, *, context: int = 1024, rounds: int = 3) -> Row:
     }
 
 
-def mixed_step(llm: LLM, *, decodes: int = 31, chunk: int = 256, context: int = 512, rounds: int = 5) -> Row:
+def mixed_step(
+    llm: LLM, *, decodes: int = 31, chunk: int = 256, context: int = 512, rounds: int = 5
+) -> TableRow:
     """A step that decodes and prefills at once, beside the two steps alone.
 
     Args:
@@ -200,7 +202,9 @@ def _timed_step(recorder: _Recorder) -> float:
     return time.perf_counter() - started
 
 
-def _measure_batch(llm: LLM, batch: int, context: int, tokens: int, rounds: int, floor: _FloorTimer) -> Row:
+def _measure_batch(
+    llm: LLM, batch: int, context: int, tokens: int, rounds: int, floor: _FloorTimer
+) -> TableRow:
     dense = DenseLoop(llm, batch, context + tokens + 2)
     products = _Products(llm, batch)
     prefill_s, step_s, dense_s, products_s, floor_s = [], [], [], [], []

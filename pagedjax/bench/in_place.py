@@ -15,10 +15,9 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout
+from pagedjax.lab.claims import TableRow
 from pagedjax.runtime import JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
-
-Row = dict[str, Any]
 
 
 def run(
@@ -28,7 +27,7 @@ def run(
     context: int = 64,
     steps: int = 200,
     note: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
+) -> list[TableRow]:
     """Decode with a tiny seeded model over pools of two sizes, step by step in turn.
 
     A step that copied the pool would take longer with the larger one, need temporaries of its size, and

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from pagedjax.engine import StepRecord
     from pagedjax.llm import LLM
 
-Row = dict[str, Any]
+from pagedjax.lab.claims import TableRow
+
 _CLEAR = 1.25  # two costs closer than this are a tie on a shared machine
 
 
 def run(
     llm: LLM, contexts: Sequence[int], *, rounds: int = 5, note: Callable[[str], None] = lambda _: None
-) -> list[Row]:
+) -> list[TableRow]:
     """Measure both ways at each length.
 
     Args:
@@ -78,7 +79,7 @@ def _observe(costs: Any, record: StepRecord) -> None:
     costs.observe(plan.num_tokens, prefills, plan.copies, record.result)
 
 
-def _measure(llm: LLM, context: int, rounds: int) -> Row:
+def _measure(llm: LLM, context: int, rounds: int) -> TableRow:
     engine, scheduler = llm.engine, llm.engine.scheduler
     prompt = np.random.default_rng(context).integers(3, llm.model_config.vocab_size, context).tolist()
     request_id = engine.add(prompt, SamplingParams(max_tokens=llm.max_model_len, ignore_eos=True))

@@ -109,7 +109,7 @@ def info(
     quiet: bool,
 ) -> None:
     """Count a trace and its prefix hits, by every definition of the hit rate."""
-    from pagedjax.sim.replay import LRU, Unbounded, replay
+    from pagedjax.sim.replay import LRUStore, Unbounded, replay
 
     trace = open_with(file, tokenizer, common_prefix)
     size = block_size or (trace.granularity if trace.granularity > 1 else 16)
@@ -122,7 +122,7 @@ def info(
             last = item.arrival_s
             yield item
 
-    store = LRU(capacity) if capacity else Unbounded()
+    store = LRUStore(capacity) if capacity else Unbounded()
     counts = replay(trace, size, store, insert=insert, progress=watched)
     if not counts.requests:
         raise click.UsageError(f"{file}: holds no request; give a trace with at least one")

@@ -11,7 +11,7 @@ Example:
 """
 
 from pagedjax.lab.catalog import load, names
-from pagedjax.lab.claims import TOLERANCE, Claim, Estimate, Row, Value, cell, claim_rows, ratio, verdict
+from pagedjax.lab.claims import TOLERANCE, Claim, Estimate, TableRow, Value, cell, claim_rows, ratio, verdict
 from pagedjax.lab.experiment import Experiment, Unit, parse_settings, units_of
 from pagedjax.lab.plots import write_plots
 from pagedjax.lab.provenance import MissingData, check_data
@@ -26,7 +26,7 @@ __all__ = [
     "Experiment",
     "MissingData",
     "ResultFile",
-    "Row",
+    "TableRow",
     "Unit",
     "Value",
     "cell",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 # What a claim reads from the rows: one number a seed, in order of the seeds; none where a smoke run says nothing.
-Value = Callable[[list[Row]], list[float]]
+Value = Callable[[list[TableRow]], list[float]]
 Kind = Literal["figure", "input", "identity"]
 
 TOLERANCE = 0.10  # the only one: relative, for every printed figure and for the ends of every printed range
@@ -85,7 +85,7 @@ def cell(column: str, *, least: int = 1, **where: Any) -> Value:
         where: Column → value.
     """
 
-    def pick(rows: list[Row]) -> list[float]:
+    def pick(rows: list[TableRow]) -> list[float]:
         return list(_by_seed(rows, column, where).values()) if len(rows) >= least else []
 
     return pick
@@ -94,7 +94,7 @@ def cell(column: str, *, least: int = 1, **where: Any) -> Value:
 def ratio(column: str, of: dict[str, Any], over: dict[str, Any], *, least: int = 1) -> Value:
     """Rows → `column` of the rows that equal `of` over that of the rows that equal `over`, seed by seed."""
 
-    def pick(rows: list[Row]) -> list[float]:
+    def pick(rows: list[TableRow]) -> list[float]:
         if len(rows) < least:
             return []
         above, below = _by_seed(rows, column, of), _by_seed(rows, column, over)
@@ -103,7 +103,7 @@ def ratio(column: str, of: dict[str, Any], over: dict[str, Any], *, least: int =
     return pick
 
 
-def _by_seed(rows: list[Row], column: str, where: dict[str, Any]) -> dict[Any, float]:
+def _by_seed(rows: list[TableRow], column: str, where: dict[str, Any]) -> dict[Any, float]:
     """Seed → value; the first row of a seed counts."""
     found: dict[Any, float] = {}
     for row in rows:
@@ -143,7 +143,7 @@ def verdict(claim: Claim, ours: Estimate | None) -> str:
     return "differs" if most < low or least > high else "undecided"
 
 
-def claim_rows(claims: tuple[Claim, ...], rows: list[Row], *, judged: bool = True) -> list[Row]:
+def claim_rows(claims: tuple[Claim, ...], rows: list[TableRow], *, judged: bool = True) -> list[TableRow]:
     """Claims beside ours, as a table.
 
     Args:
@@ -162,7 +162,7 @@ def claim_rows(claims: tuple[Claim, ...], rows: list[Row], *, judged: bool = Tru
                 "ours": ours and ours.mean,
                 "± 95 %": ours.half if ours and ours.count > 1 else None,
                 "seeds": ours and ours.count,
-                "other machine": beside and beside.mean,
+                "other machine, one seed": beside and beside.mean,
                 "paper": f"{claim.paper[0]:g} to {claim.paper[1]:g}"
                 if isinstance(claim.paper, tuple)
                 else claim.paper,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pagedjax.lab.claims import Claim, Row
+from pagedjax.lab.claims import Claim, TableRow
 
 Unit = dict[str, Any]
 Settings = dict[str, str]  # name -> value as typed
@@ -43,8 +43,8 @@ class Experiment:
     definition: str
     claims: tuple[Claim, ...]
     units: Callable[[bool, int], list[Unit]]
-    run: Callable[[Unit, Path], Iterable[Row]]
-    plot: Callable[[list[Row], Any], None] | None = None
+    run: Callable[[Unit, Path], Iterable[TableRow]]
+    plot: Callable[[list[TableRow], Any], None] | None = None
     data: tuple[str, ...] = ()
     note: str = ""
     page: Callable[[], str] | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagedjax.lab.claims import Row
+from pagedjax.lab.claims import TableRow
 from pagedjax.lab.experiment import Experiment
 
 
-def write_plots(experiment: Experiment, rows: list[Row], out: Path) -> list[Path]:
+def write_plots(experiment: Experiment, rows: list[TableRow], out: Path) -> list[Path]:
     """The plot as PNG and SVG; none where the experiment has none.
 
     Raises:

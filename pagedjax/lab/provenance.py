@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pagedjax import __version__
 from pagedjax.lab import catalog
-from pagedjax.lab.claims import Row
+from pagedjax.lab.claims import TableRow
 from pagedjax.lab.experiment import Experiment, units_of
 from pagedjax.paths import shipped
 
@@ -42,7 +42,7 @@ def fingerprint(path: Path) -> str:
 
 def provenance(
     experiment: Experiment, *, smoke: bool, seed: int, data: Path, settings: Mapping[str, str] | None = None
-) -> Row:
+) -> TableRow:
     """What fixes a result: everything but the time.
 
     A run resumes where all of it is as before; what is changed in the package, in the experiment or in a file of
@@ -67,7 +67,7 @@ def provenance(
     }
 
 
-def sources(name: str) -> Row:
+def sources(name: str) -> TableRow:
     """Digests of what an experiment's rows depend on: its own files, the package, and `configs/`."""
     package = sorted(
         path

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pagedjax.lab.claims import Row
+from pagedjax.lab.claims import TableRow
 
 
 class ResultFile:
@@ -19,10 +19,10 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> tuple[Row | None, dict[int, list[Row]]]:
+    def read(self) -> tuple[TableRow | None, dict[int, list[TableRow]]]:
         """Provenance (None where there is none) and the finished units."""
-        header: Row | None = None
-        units: dict[int, list[Row]] = {}
+        header: TableRow | None = None
+        units: dict[int, list[TableRow]] = {}
         if self.path.exists():
             for line in self.path.read_bytes().split(b"\n"):
                 try:
@@ -37,7 +37,7 @@ class ResultFile:
                     header = record
         return header, units
 
-    def start(self, header: Row, units: Mapping[int, list[Row]]) -> None:
+    def start(self, header: TableRow, units: Mapping[int, list[TableRow]]) -> None:
         """Write the file anew, whole or not at all, units in order."""
         lines = [header, *({"unit": number, "rows": units[number]} for number in sorted(units))]
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -49,7 +49,7 @@ class ResultFile:
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
 
-    def append(self, number: int, rows: list[Row]) -> None:
+    def append(self, number: int, rows: list[TableRow]) -> None:
         """Add a finished unit."""
         with self.path.open("a") as file:
             file.write(json.dumps({"unit": number, "rows": rows}) + "\n")

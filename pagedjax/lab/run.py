@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from pagedjax.lab import catalog
-from pagedjax.lab.claims import Row
+from pagedjax.lab.claims import TableRow
 from pagedjax.lab.experiment import Unit, units_of
 from pagedjax.lab.provenance import MissingData, check_data, provenance
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.workers import finished, local
 
 
-def work(name: str, unit: Unit, data: str, settings: Mapping[str, str]) -> list[Row]:
+def work(name: str, unit: Unit, data: str, settings: Mapping[str, str]) -> list[TableRow]:
     """Rows of one unit; what was set and is no column yet stands in front."""
     rows = list(catalog.load(name).run(unit, Path(data)))
     said = {key: unit[key] for key in settings if key in unit}
@@ -35,7 +35,7 @@ def run_all(
     executor: Executor | None = None,
     note: Callable[[str], None] = lambda text: None,
     advance: Callable[[float], None] = lambda amount: None,
-) -> dict[str, list[Row]]:
+) -> dict[str, list[TableRow]]:
     """Run experiments and leave one result file each.
 
     Args:
@@ -58,8 +58,8 @@ def run_all(
         ValueError: No such experiment, or a setting that it does not have.
     """
     data, settings = data or catalog.default_data(), dict(settings or {})
-    todo: list[tuple[tuple[str, int], Callable[..., list[Row]], tuple[object, ...]]] = []
-    files: dict[str, tuple[ResultFile, Row, dict[int, list[Row]]]] = {}
+    todo: list[tuple[tuple[str, int], Callable[..., list[TableRow]], tuple[object, ...]]] = []
+    files: dict[str, tuple[ResultFile, TableRow, dict[int, list[TableRow]]]] = {}
     for name in chosen:
         experiment = catalog.load(name)
         units = units_of(experiment, smoke=smoke, seed=seed, settings=settings)

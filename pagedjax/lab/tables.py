@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pagedjax.lab import catalog
-from pagedjax.lab.claims import TOLERANCE, Row, claim_rows
+from pagedjax.lab.claims import TOLERANCE, TableRow, claim_rows
 from pagedjax.lab.experiment import Experiment
 from pagedjax.lab.results import ResultFile
 
@@ -20,11 +20,11 @@ def _show(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _columns(rows: Sequence[TableRow]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row))
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[TableRow]) -> str:
     """Rows as a markdown table; columns in order of appearance."""
     columns = _columns(rows)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -32,7 +32,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comma_separated(rows: Sequence[Row]) -> str:
+def comma_separated(rows: Sequence[TableRow]) -> str:
     """Rows as CSV, numbers in full."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
@@ -42,7 +42,7 @@ def comma_separated(rows: Sequence[Row]) -> str:
 
 
 def write_tables(
-    experiment: Experiment, rows: list[Row], out: Path, settings: Mapping[str, str] | None = None
+    experiment: Experiment, rows: list[TableRow], out: Path, settings: Mapping[str, str] | None = None
 ) -> list[Path]:
     """The table as markdown and CSV, and the page where there is one."""
     paths = [out / f"{experiment.name}.md", out / f"{experiment.name}.csv"]
@@ -72,7 +72,7 @@ def summary(results: Path, beside: Path) -> str:
         f"One rule judges every claim: a printed figure is *reproduced* where ours, with its 95 % interval over the "
         f"seeds, lies within {TOLERANCE:.0%} of it (or of the printed range), *differs* where all of the interval lies "
         "outside, and is *undecided* else. An *identity* must be equal; an *input* went into ours and proves nothing. "
-        "*other machine*: the same figure under the host work of the other calibrated machine.\n"
+        "*other machine, one seed*: the same figure under the host work of the other calibrated machine, first seed.\n"
     ]
     for name in catalog.names():
         experiment = catalog.load(name)

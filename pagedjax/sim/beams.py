@@ -17,7 +17,7 @@ from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.engine.step import StepPlan
 
 
-class Candidates(Protocol):
+class CandidateSource(Protocol):
     """Where beams' next tokens come from."""
 
     def rows(self, samples: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:

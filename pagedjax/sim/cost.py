@@ -215,7 +215,9 @@ def calibrate(
     """Fit efficiencies and host times to measured steps; the peaks stay.
 
     Which roof bounds a step depends on the efficiencies, so both are settled in turn: assign steps to a
-    roof, solve the linear least squares that is left, assign again.
+    roof, solve the linear least squares that is left, assign again. A roof that the steps do not show (more of its work
+    would take less time, as where all weights lie in a cache) is taken out, with efficiency 1, and a host time per row
+    that comes out negative is 0.
 
     Args:
         peaks: Peaks, and where the fit starts.
@@ -234,22 +236,16 @@ def calibrate(
     # [kernel, step]: seconds at the peaks.
     compute = np.array([[w.flops for w in works], [w.attention_flops for w in works]]) / peaks.flops_per_s
     memory = np.array([[w.bytes for w in works], [w.attention_bytes for w in works]]) / peaks.bytes_per_s
-    ones, count = np.ones(len(works)), np.array(rows, dtype=float)
-    scale_c, scale_m = 1 / peaks.compute_efficiency, 1 / peaks.bandwidth_efficiency
-    overhead, per_row = peaks.step_overhead_s, peaks.host_s_per_row
-    for _ in range(50):
-        bound = compute * scale_c > memory * scale_m
-        under = [np.where(bound, compute, 0.0).sum(axis=0), np.where(bound, 0.0, memory).sum(axis=0)]
-        columns = np.stack([ones, count, *under], axis=1)
-        used = np.asarray(columns.any(axis=0))
-        fit = np.zeros(4)
-        fit[used] = np.linalg.lstsq(columns[:, used], np.array(seconds), rcond=None)[0]
-        overhead, per_row = float(fit[0]), float(fit[1])
-        # A roof that bounds no step keeps its scale.
-        scale_c, scale_m = float(fit[2]) if used[2] else scale_c, float(fit[3]) if used[3] else scale_m
-        if np.array_equal(bound, compute * scale_c > memory * scale_m):
-            break
-    if min(scale_c, scale_m) < 1 or overhead <= 0 or per_row < -1e-9:
+    count = np.array(rows, dtype=float)
+    start = (1 / peaks.compute_efficiency, 1 / peaks.bandwidth_efficiency)
+    overhead, per_row, scale_c, scale_m = _settle(compute, memory, count, np.array(seconds), start)
+    if scale_m < 0 <= scale_c:
+        overhead, per_row, scale_c, _ = _settle(compute, 0 * memory, count, np.array(seconds), start)
+        scale_m = 1.0
+    elif scale_c < 0 <= scale_m:
+        overhead, per_row, _, scale_m = _settle(0 * compute, memory, count, np.array(seconds), start)
+        scale_c = 1.0
+    if min(scale_c, scale_m) < 1 or overhead <= 0:
         raise ValueError(
             f"{peaks.name}: the fit gives efficiencies {1 / scale_c:.3g} and {1 / scale_m:.3g}, overhead "
             f"{overhead:.3g} s and {per_row:.3g} s a row: must be at most 1 and not negative; measure steps "
@@ -260,5 +256,38 @@ def calibrate(
         compute_efficiency=1 / scale_c,
         bandwidth_efficiency=1 / scale_m,
         step_overhead_s=overhead,
-        host_s_per_row=max(per_row, 0.0),
+        host_s_per_row=per_row,
     )
+
+
+def _settle(
+    compute: np.ndarray,
+    memory: np.ndarray,
+    rows: np.ndarray,
+    seconds: np.ndarray,
+    start: tuple[float, float],
+) -> tuple[float, float, float, float]:
+    """Overhead, seconds a row, and by how much each roof lies below its peak; f64[kernel, step] at the peaks."""
+    scale_c, scale_m = start
+    fit = np.zeros(4)
+    for _ in range(50):
+        bound = compute * scale_c > memory * scale_m
+        under = [np.where(bound, compute, 0.0).sum(axis=0), np.where(bound, 0.0, memory).sum(axis=0)]
+        columns = np.stack([np.ones(len(rows)), rows, *under], axis=1)
+        used = np.asarray(columns.any(axis=0))
+        fit = _solve(columns, seconds, used)
+        if fit[1] < 0:  # rows cost nothing that these steps could show
+            used[1] = False
+            fit = _solve(columns, seconds, used)
+        # A roof that bounds no step keeps its scale.
+        scale_c, scale_m = float(fit[2]) if used[2] else scale_c, float(fit[3]) if used[3] else scale_m
+        if np.array_equal(bound, compute * scale_c > memory * scale_m):
+            break
+    return float(fit[0]), float(fit[1]), scale_c, scale_m
+
+
+def _solve(columns: np.ndarray, seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Least squares over the used columns; 0 for the others."""
+    fit = np.zeros(columns.shape[1])
+    fit[used] = np.linalg.lstsq(columns[:, used], seconds, rcond=None)[0]
+    return fit

@@ -110,7 +110,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-class Row:
+class Fields:
     """Typed, checked access to one record's fields."""
 
     def __init__(self, path: Path, line: int, record: dict[str, Any]) -> None:
@@ -175,13 +175,13 @@ class Row:
         return ids.astype(dtype, copy=False)
 
 
-class Clock:
+class RisingTimes:
     """Refuses times that run backwards."""
 
     def __init__(self) -> None:
         self.last = float("-inf")
 
-    def check(self, row: Row, time_s: float) -> float:
+    def check(self, row: Fields, time_s: float) -> float:
         """`time_s` itself.
 
         Raises:

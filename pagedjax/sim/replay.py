@@ -225,7 +225,7 @@ class Unbounded:
         self.present.update(keys.tolist())
 
 
-class LRU:
+class LRUStore:
     """Holds the `capacity` blocks used last; a request's tail counts as used before its head."""
 
     def __init__(self, capacity: int) -> None:
@@ -342,7 +342,7 @@ def replay(
     Args:
         trace: Requests, in order.
         block_size: Tokens per block.
-        store: `Unbounded()`, `LRU(capacity)` or another policy's.
+        store: `Unbounded()`, `LRUStore(capacity)` or another policy's.
         insert: What each request leaves behind.
         progress: Wraps the stream of requests, for a progress bar.
     """

@@ -94,7 +94,7 @@ class BlockSaving:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """Prompts that share a prefix and then part: an inner node of the prefix tree.
 
     Attributes:
@@ -158,7 +158,7 @@ class Checkup:
     shares: np.ndarray
     pair_histogram: dict[int, int]
     savings: tuple[BlockSaving, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
     divergences: tuple[Divergence, ...]
 
     @property
@@ -231,13 +231,15 @@ class _Open:
     squares: int = 0
 
 
-def prefix_groups(ordered: Sorted, progress: Progress = _no_progress) -> tuple[list[Group], Counter[int]]:
+def prefix_groups(
+    ordered: Sorted, progress: Progress = _no_progress
+) -> tuple[list[PromptGroup], Counter[int]]:
     """All inner nodes of the prefix tree, and how many pairs of prompts part at each depth.
 
     One pass over the neighbours with a stack of open groups. The pairs that part in a group of m prompts
     are those of different branches: (m² - Σ branch²) / 2.
     """
-    groups: list[Group] = []
+    groups: list[PromptGroup] = []
     pairs: Counter[int] = Counter()
     stack: list[_Open] = []
     n = len(ordered.texts)
@@ -251,7 +253,9 @@ def prefix_groups(ordered: Sorted, progress: Progress = _no_progress) -> tuple[l
             squares = node.squares + (i - node.branch) ** 2
             pairs[node.depth] += (count * count - squares) // 2
             parent = max(depth, stack[-1].depth if stack else 0)
-            groups.append(Group(node.depth, count, (count - 1) * (node.depth - parent), node.branches, first))
+            groups.append(
+                PromptGroup(node.depth, count, (count - 1) * (node.depth - parent), node.branches, first)
+            )
         if depth < 0:
             break
         if stack and stack[-1].depth == depth:
@@ -265,12 +269,12 @@ def prefix_groups(ordered: Sorted, progress: Progress = _no_progress) -> tuple[l
 
 
 def _divergences(
-    ordered: Sorted, groups: list[Group], top: int, progress: Progress
+    ordered: Sorted, groups: list[PromptGroup], top: int, progress: Progress
 ) -> tuple[Divergence, ...]:
     """Groups that part and come together again, by what moving the difference to the end would gain."""
     totals = np.concatenate([[0], np.cumsum(ordered.lengths)])
 
-    def beyond(group: Group) -> int:
+    def beyond(group: PromptGroup) -> int:
         held = int(totals[group.first + group.count] - totals[group.first])
         return held - group.count * group.depth
 
@@ -290,7 +294,7 @@ def _divergences(
     return tuple(sorted(found, key=lambda d: d.saved_now - d.saved_if_moved))
 
 
-def _moved(ordered: Sorted, group: Group, progress: Progress) -> Divergence | None:
+def _moved(ordered: Sorted, group: PromptGroup, progress: Progress) -> Divergence | None:
     """Measure a group with its differing stretch moved behind the rest; None where nothing is gained."""
     at = group.depth
     texts = ordered.texts[group.first : group.first + group.count]

@@ -21,7 +21,7 @@ from pagedjax.engine import Engine, StepResult
 from pagedjax.engine.quiet import book_quiet_steps, num_quiet_steps
 from pagedjax.engine.request import Request, RequestOutput, SamplingParams, Sequence
 from pagedjax.engine.step import StepPlan
-from pagedjax.sim.beams import Beams, Candidates, RecordedBeams
+from pagedjax.sim.beams import Beams, CandidateSource, RecordedBeams
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -37,7 +37,7 @@ def own_token(number: int) -> int:
     return _OWN_ANSWER + number
 
 
-class Clock:
+class VirtualClock:
     """Seconds that pass only when told to."""
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class SimRunner:
         pool_blocks: tuple[int, ...],
         block_size: int,
         step_s: Callable[[StepPlan], float],
-        clock: Clock,
+        clock: VirtualClock,
         answers: Callable[[str, int, int], int],
-        candidates: Candidates | None = None,
+        candidates: CandidateSource | None = None,
         block_bytes: tuple[int, ...] = (),
         copy_s: Callable[[StepPlan], float] = lambda plan: 0.0,
     ) -> None:
@@ -206,7 +206,7 @@ class Instance:
         on_step: Callable[[StepPlan, float], None] | None = None,
         on_quiet: Callable[[np.ndarray, int], None] | None = None,
     ) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.live: dict[str, tuple[TraceRequest, float]] = {}
         self.admitted: dict[str, float] = {}
         self.started: list[str] = []
@@ -220,7 +220,7 @@ class Instance:
         self._cost = cost if isinstance(cost, CostModel) else None
         self._step_s = cost.step_s if isinstance(cost, CostModel) else cost
         self._ahead: np.ndarray | None = None  # ends of the quiet steps found, the first entry is now
-        candidates: Candidates | None = beams.drawn() if isinstance(beams, Beams) else beams
+        candidates: CandidateSource | None = beams.drawn() if isinstance(beams, Beams) else beams
         runner = SimRunner(
             manager.pool_blocks,
             manager.block_size,

@@ -20,7 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.sim.records import MOST_COUNT, OPENERS, RATES, Clock, Row, fail, in_range, lines, parse, records
+from pagedjax.sim.records import (
+    MOST_COUNT,
+    OPENERS,
+    RATES,
+    Fields,
+    RisingTimes,
+    fail,
+    in_range,
+    lines,
+    parse,
+    records,
+)
 
 Encode = Callable[[str], list[int]]
 
@@ -126,12 +137,14 @@ def read_mooncake(path: Path) -> Trace:
     One id per 512 tokens (`block_size` in a row overrides it), the partly filled last one included.
     """
     path = Path(path)
-    granularity = Row(path, *next(records(path))).length("block_size", least=1, default=MOONCAKE_GRANULARITY)
+    granularity = Fields(path, *next(records(path))).length(
+        "block_size", least=1, default=MOONCAKE_GRANULARITY
+    )
 
     def source() -> Iterator[TraceRequest]:
-        clock = Clock()
+        clock = RisingTimes()
         for line, record in records(path):
-            row = Row(path, line, record)
+            row = Fields(path, line, record)
             size = row.length("block_size", least=1, default=MOONCAKE_GRANULARITY)
             if size != granularity:
                 row.fail(f"block_size={size}", f"must be {granularity} as in the first row")
@@ -164,9 +177,9 @@ def read_tokens(path: Path) -> Trace:
     path = Path(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = Clock()
+        clock = RisingTimes()
         for line, record in records(path):
-            row = Row(path, line, record)
+            row = Fields(path, line, record)
             ids = row.ids("input_tok_ids" if "input_tok_ids" in record else "token_ids", np.int32)
             if not len(ids):
                 row.fail("an empty prompt", "must hold at least one token")
@@ -208,9 +221,9 @@ def read_prompts(path: Path, encode: Encode, *, num_output: int = 0) -> Trace:
         return records(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = Clock()
+        clock = RisingTimes()
         for line, record in rows():
-            row = Row(path, line, record)
+            row = Fields(path, line, record)
             prompt = record.get("prompt", record.get("text"))
             if not isinstance(prompt, str) or not prompt:
                 row.fail(f"fields {sorted(record)}", "must hold a non-empty string `prompt` or `text`")
@@ -244,13 +257,13 @@ def read_agentic(path: Path, *, common_prefix: bool = False) -> Trace:
             lengths but not the identity, so this is an assumption: equal length means equal text.
     """
     path = Path(path)
-    granularity = Row(path, *next(records(path))).length("block_size", least=1, default=64)
+    granularity = Fields(path, *next(records(path))).length("block_size", least=1, default=64)
 
     def source() -> Iterator[TraceRequest]:
         start_s = 0.0
         prefixes: dict[tuple[int, ...], int] = {}
         for index, (line, record) in enumerate(records(path)):
-            row = Row(path, line, record)
+            row = Fields(path, line, record)
             if row.length("block_size", least=1) != granularity:
                 row.fail(
                     f"block_size={record['block_size']}", f"must be {granularity} as in the first session"
@@ -272,20 +285,20 @@ def read_agentic(path: Path, *, common_prefix: bool = False) -> Trace:
 class _Agent:
     tool_tokens: int
     system_tokens: int
-    requests: list[tuple[float, Row]]
+    requests: list[tuple[float, Fields]]
 
 
-def _agents(row: Row, record: dict[str, Any], start_s: float) -> Iterator[_Agent]:
+def _agents(row: Fields, record: dict[str, Any], start_s: float) -> Iterator[_Agent]:
     """The agent of `record` and, after it, those nested in it; times from the session's start."""
-    own = Row(row.path, row.line, record)
+    own = Fields(row.path, row.line, record)
     agent = _Agent(own.length("tool_tokens", default=0), own.length("system_tokens", default=0), [])
     nested: list[tuple[dict[str, Any], float]] = []
-    clock = Clock()
+    clock = RisingTimes()
     entries = record.get("requests")
     if not isinstance(entries, list):
         row.fail(f"requests={type(entries).__name__}", "must be a list")
     for entry in entries:
-        item = Row(row.path, row.line, entry)
+        item = Fields(row.path, row.line, entry)
         time_s = clock.check(item, item.number("t"))
         if "requests" in entry:
             nested.append((entry, start_s + time_s))
@@ -314,12 +327,12 @@ def _common_ids(
     return remap
 
 
-def _local_ids(row: Row) -> np.ndarray:
+def _local_ids(row: Fields) -> np.ndarray:
     return row.ids("hash_ids", np.uint32).astype(np.int64)
 
 
 def _agentic_request(
-    row: Row, time_s: float, granularity: int, session: int, remap: dict[int, int] | None, name: str
+    row: Fields, time_s: float, granularity: int, session: int, remap: dict[int, int] | None, name: str
 ) -> TraceRequest:
     num_input = row.length("in", least=1)
     local = _local_ids(row)
@@ -351,13 +364,13 @@ def read_lengths(path: Path) -> Trace:
     path = Path(path)
 
     def source() -> Iterator[TraceRequest]:
-        clock = Clock()
+        clock = RisingTimes()
         rows = lines(path)
         header = _cells(path, *next(rows))
         base: datetime | None = None
         for line, text in rows:
             cells = _cells(path, line, text)
-            row = Row(path, line, dict(zip(header, cells)))
+            row = Fields(path, line, dict(zip(header, cells)))
             if len(cells) != len(header):
                 row.fail(f"{len(cells)} cells", f"must be {len(header)} as in the header")
             time_s = 0.0
@@ -399,7 +412,7 @@ def read_alpaca(path: Path, *, field: str = "L_gt", num_input: int = 19) -> Trac
             fail(path, 1, "not an array of objects", "must be a non-empty array of objects")
         for number, record in enumerate(rows, 1):
             # An array has no lines of its own: the place is the element's number.
-            row = Row(path, number, record)
+            row = Fields(path, number, record)
             yield TraceRequest(0.0, num_input, row.length(field, least=0))
 
     return Trace(_stem(path), "alpaca", 0, False, source, path)

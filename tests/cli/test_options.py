@@ -32,9 +32,8 @@ def leaves(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 COMMANDS = dict(leaves(cli))
-COMMON = {
-    path: command for path, command in COMMANDS.items() if any(p.name == "as_json" for p in command.params)
-}
+# Those that take the common options, which arrive as one `Common`.
+COMMON = {path: command for path, command in COMMANDS.items() if hasattr(command.callback, "useful")}
 
 
 def body(command: click.Command) -> ast.FunctionDef:

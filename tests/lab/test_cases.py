@@ -176,3 +176,59 @@ def test_an_experiment_is_not_looked_for_on_the_path(tmp_path: Path, monkeypatch
     (tmp_path / "experiments" / "__init__.py").write_text("raise RuntimeError('not ours')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert Path(catalog.module("ledger").__file__ or "") == ROOT / "experiments" / "ledger.py"
+
+
+# ------------------------------------------------------------------------- what is committed
+
+RESULTS = ROOT / "experiments" / "results"
+
+
+def committed(name: str) -> list[dict[str, object]]:
+    _, units = lab.ResultFile(RESULTS / f"{name}.jsonl").read()
+    assert units, f"{name}: no result is committed"
+    return [row for number in sorted(units) for row in units[number]]
+
+
+def told(name: str) -> dict[str, dict[str, object]]:
+    """Claim → its row of the committed table."""
+    return {str(row["claim"]): row for row in lab.claim_rows(lab.load(name).claims, committed(name))}
+
+
+def test_F083_every_row_of_fig_2_has_one_definition() -> None:
+    """Token states of all KV memory, for the paged system as for Orca's; of the blocks in use stands beside."""
+    machine = lab.load("batched-requests").units(False, 0)[0]["hardware"]
+    systems = ("orca-max", "orca-pow2", "orca-oracle", "paged")
+    rows = [
+        {"workload": "sharegpt", "system": s, "hardware": machine, "seed": 0, "token_states": 0.5 + i / 10,
+         "token_states_of_used": 99.0} for i, s in enumerate(systems)]  # fmt: skip
+    rows += [{"workload": "alpaca", "system": s, "hardware": machine, "seed": 0} for s in systems]
+    claims_of = {
+        c.text: c for c in lab.load("batched-requests").claims if c.source == "PagedAttention Fig. 2"
+    }
+    assert [c.ours(rows) for c in claims_of.values()] == [[0.5], [0.6], [0.7], [0.8]]
+    assert all("of all KV memory" in text for text in claims_of)
+    (other,) = [c for c in lab.load("batched-requests").claims if "blocks in use" in c.text]
+    assert other.ours(rows) == [99.0] and other.paper is None and "another definition" in other.source
+
+
+def test_F087_when_tree_and_chain_find_the_same() -> None:
+    off = {text: row["ours"] for text, row in told("indexes").items() if text.startswith("hash and radix")}
+    assert off["hash and radix, LRU, few evictions: share of tokens of difference"] == 0
+    tight = {text.split(", ")[1]: value for text, value in off.items() if "tight" in text}
+    assert set(tight) == {"lru", "fifo", "cost", "s3fifo"} and tight["lru"] == 0
+    assert all(float(str(tight[policy])) > 0 for policy in ("fifo", "cost", "s3fifo"))
+    rows = [row for row in committed("indexes") if row["pool"] == "tight"]
+    assert all(row["evictions"] > 0 for row in rows), "a traffic with evictions"  # type: ignore[operator]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "find the same tokens while LRU evicts" in readme
+
+
+def test_F088_the_ledger_counts_blocks_on_both_sides() -> None:
+    for row in committed("ledger"):
+        per_block = row["block_size"] * 0.125 / 1000  # type: ignore[operator]
+        assert row["gb_alone"] == pytest.approx(row["blocks_alone"] * per_block)
+        assert row["gb_shared"] == pytest.approx(row["blocks_shared"] * per_block)
+        assert (
+            row["case"] not in ("all different", "timestamp as token 0")
+            or row["gb_alone"] == row["gb_shared"]
+        )

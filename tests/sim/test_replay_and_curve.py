@@ -19,7 +19,7 @@ from pagedjax.sim.curve import (
     lru_curve,
     stack_distances,
 )
-from pagedjax.sim.replay import LRU, BlockKeys, PolicyStore, Unbounded, chain_keys, future_of, replay
+from pagedjax.sim.replay import BlockKeys, LRUStore, PolicyStore, Unbounded, chain_keys, future_of, replay
 from pagedjax.sim.synth import chat, document_questions
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace, read_agentic
 
@@ -52,7 +52,7 @@ def test_curve_equals_replay_at_every_capacity(seed: int, requests: int, fan: in
     refs = load_references(trace, 4)
     curve = lru_curve(refs)
     for capacity in range(1, refs.num_distinct + 2):
-        slow = replay(trace, 4, LRU(capacity))
+        slow = replay(trace, 4, LRUStore(capacity))
         assert curve.hits(capacity) == slow.hit_blocks
         assert curve.by_token(capacity) == slow.by_token
         assert curve.by_full_block(capacity) == slow.by_full_block
@@ -75,7 +75,7 @@ def test_ids_that_are_no_chain_count_contiguous_hits() -> None:
     trace = Trace("loose", "generated", 4, True, lambda: iter(requests))
     curve = lru_curve(load_references(trace, 4))
     for capacity in range(1, 6):
-        assert curve.hits(capacity) == replay(trace, 4, LRU(capacity)).hit_blocks
+        assert curve.hits(capacity) == replay(trace, 4, LRUStore(capacity)).hit_blocks
     rows.append([5, 5])
     requests.append(TraceRequest(9.0, 8, 1, granule_ids=np.array([5, 5])))
     with pytest.raises(ValueError, match="request 5: holds a block id twice"):
@@ -103,7 +103,7 @@ def test_belady_is_no_less_than_an_exhaustive_optimum() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 def test_policy_store_under_lru_is_lru(seed: int, capacity: int) -> None:
     trace = _tree_trace(seed, 40, 3, 6)
-    assert replay(trace, 4, PolicyStore(capacity, "lru")) == replay(trace, 4, LRU(capacity))
+    assert replay(trace, 4, PolicyStore(capacity, "lru")) == replay(trace, 4, LRUStore(capacity))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -118,7 +118,9 @@ def test_no_policy_beats_the_bound(name: str) -> None:
             hits = replay(trace, 4, store).hit_blocks
             assert hits <= belady_bound(refs, capacity)
             assert len(store.present) <= capacity
-            assert name != "belady" or capacity < 10 or hits >= replay(trace, 4, LRU(capacity)).hit_blocks
+            assert (
+                name != "belady" or capacity < 10 or hits >= replay(trace, 4, LRUStore(capacity)).hit_blocks
+            )
 
 
 def test_empty_trace_has_an_empty_curve() -> None:
@@ -151,7 +153,7 @@ def test_granules_divide_as_their_tokens_would(block_size: int) -> None:
         tokens = [g * 8 + i for g in r.granule_ids.tolist() for i in range(8)][: r.num_input]
         rows.append(TraceRequest(r.arrival_s, r.num_input, 1, token_ids=np.array(tokens, np.int32)))
     tokens_trace = Trace("tokens", "generated", 1, True, lambda: iter(rows))
-    for store in (Unbounded, lambda: LRU(20)):
+    for store in (Unbounded, lambda: LRUStore(20)):
         ours, theirs = (replay(t, block_size, store()) for t in (trace, tokens_trace))
         assert ours.full_blocks == theirs.full_blocks and ours.hit_full_blocks == theirs.hit_full_blocks
         assert ours.engine_tokens == theirs.engine_tokens
@@ -193,7 +195,7 @@ def test_B111_conversation_hit_rate_by_four_definitions(data_dir: Path) -> None:
     assert round(counts.by_full_block, 4) == 0.3819
     assert round(counts.by_token, 4) == 0.3736
     assert round(counts.mean_per_request, 4) == 0.4094
-    assert round(replay(trace, 512, LRU(10_000)).by_block, 4) == 0.2116
+    assert round(replay(trace, 512, LRUStore(10_000)).by_block, 4) == 0.2116
     assert 0.37 < counts.by_engine < counts.by_token
 
 
@@ -268,7 +270,7 @@ def test_conversation_curve_is_exact_and_cheaper_than_one_replay(data_dir: Path)
     slow = []
     for capacity in (30, 1000, 10_000, 50_000, 150_000):
         started = time.perf_counter()
-        counts = replay(trace, 512, LRU(capacity))
+        counts = replay(trace, 512, LRUStore(capacity))
         slow.append(time.perf_counter() - started)
         assert counts.hit_blocks == curve.hits(capacity)
         assert counts.by_token == curve.by_token(capacity)
@@ -284,5 +286,5 @@ def test_curves_cover_block_sizes() -> None:
     assert by_size[16].by_token(math.inf) > by_size[64].by_token(math.inf) > 0.5
     for size, curve in by_size.items():
         assert [curve.hits(c) for c in CAPACITIES] == [
-            replay(trace, size, LRU(c)).hit_blocks for c in CAPACITIES
+            replay(trace, size, LRUStore(c)).hit_blocks for c in CAPACITIES
         ]

@@ -19,7 +19,7 @@ from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
-from pagedjax.sim.simulator import Beams, Clock, Prompts, hash_plan, simulate
+from pagedjax.sim.simulator import Beams, Prompts, VirtualClock, hash_plan, simulate
 from pagedjax.sim.synth import agents, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -77,7 +77,7 @@ def _manager(seed: int) -> PagedManager:
 
 
 def _equal_plans(runner, seed: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
-    rows, manager, clock = _workload(seed), _manager(seed), Clock()
+    rows, manager, clock = _workload(seed), _manager(seed), VirtualClock()
     hashes: list[bytes] = []
 
     def on_step(record: StepRecord) -> None:
@@ -506,3 +506,18 @@ def test_calibration_recovers_what_made_the_steps() -> None:
         calibrate(start, works[:3], rows[:3], seconds[:3])
     with pytest.raises(ValueError, match="correct the peaks"):
         calibrate(start, works, rows, [t / 10 for t in seconds])
+
+
+def test_calibration_leaves_out_what_the_steps_do_not_show() -> None:
+    """Weights in a cache: reading more takes no longer, and no row costs host time."""
+    rng = np.random.default_rng(1)
+    works = [Work(float(f), float(b)) for f, b in rng.uniform((1e11, 1e9), (5e13, 4e11), (80, 2))]
+    rows = rng.integers(1, 64, 80).tolist()
+    peaks = HardwareSpec("x", 100e12, 1e12, 80e9)
+    seconds = [0.5 + w.flops / 5e13 - 1e-12 * w.bytes for w in works]
+    found = calibrate(peaks, works, rows, seconds)
+    assert found.compute_efficiency == pytest.approx(0.5, rel=0.05) and found.bandwidth_efficiency == 1.0
+    bare = [Work(w.flops, 1.0) for w in works]
+    found = calibrate(peaks, bare, rows, [0.5 + w.flops / 5e13 - 3e-3 * n for w, n in zip(works, rows)])
+    assert found.compute_efficiency == pytest.approx(0.5, rel=0.05) and found.host_s_per_row == 0.0
+    assert 0 < found.step_overhead_s < 0.5

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from pagedjax.bench import cache as bench
+from pagedjax.cache import INDEXES, POLICIES
 
 # Ratios to bare hashlib over the same bytes, at 16 tokens a block, hash index, LRU.
 LINES = {"hash": 1.5, "miss": 2.0, "evict": 2.5, "hit": 1.0, "lookup": 0.4}
@@ -14,8 +15,8 @@ def test_rows_hold_every_index_policy_and_size():
     config = SimpleNamespace(cache=SimpleNamespace(index="radix", policy="lfu", block_size=32))
     said = []
     rows = bench.run(config, num_blocks=300, rounds=2, block_sizes=(16, 64), progress=said.append)
-    assert {row["index"] for row in rows} == {"hash", "radix", "table"}
-    assert {row["policy"] for row in rows} == {"lru", "fifo", "lfu", "slru", "s3fifo", "cost", "retention"}
+    assert {row["index"] for row in rows} == set(INDEXES)
+    assert {row["policy"] for row in rows} == POLICIES.keys() - {"belady"}
     assert {row["block_size"] for row in rows} == {16, 32, 64}
     assert {row["operation"] for row in rows} == {"hash", "miss", "lookup", "hit", "evict", "append"}
     assert all(row["ratio"] > 0 and row["us_per_block"] > 0 and row["floor_us"] > 0 for row in rows)

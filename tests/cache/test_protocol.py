@@ -3,13 +3,22 @@
 import numpy as np
 import pytest
 
-from pagedjax.cache import Hints, KVCacheManager, KVGroup, PagedManager, ReservationManager, TokenChain
+from pagedjax.cache import (
+    INDEXES,
+    Hints,
+    KVCacheManager,
+    KVGroup,
+    PagedManager,
+    ReservationManager,
+    TokenChain,
+)
+from pagedjax.cache.reservation import RULES
 
 SIZE = 4
 MANAGERS = {
     **{
         index: lambda index=index: PagedManager(num_blocks=33, block_size=SIZE, index=index)
-        for index in ("hash", "radix", "table")
+        for index in INDEXES
     },
     "off": lambda: PagedManager(num_blocks=33, block_size=SIZE, prefix_caching=False),
     "groups": lambda: PagedManager(
@@ -18,7 +27,7 @@ MANAGERS = {
     "host": lambda: PagedManager(num_blocks=33, block_size=SIZE, host_blocks=8),
     **{
         rule: lambda rule=rule: ReservationManager(num_blocks=33, block_size=SIZE, rule=rule, max_tokens=32)
-        for rule in ("max", "pow2", "oracle")
+        for rule in RULES
     },
 }
 

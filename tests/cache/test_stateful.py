@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedjax.cache import POLICIES, KVGroup
+from pagedjax.cache import INDEXES, POLICIES, KVGroup
 from pagedjax.cache.policies import Belady
 
 GROUPS = {
@@ -17,7 +17,7 @@ GROUPS = {
     "three": (KVGroup(window=3), KVGroup(), KVGroup(window=8)),
 }
 AXES = {
-    "index": ["hash", "radix", "table", "verified"],
+    "index": [*INDEXES, "verified"],
     "policy": sorted(POLICIES),
     "dedup": [False, True],
     "partial": [0, 1],

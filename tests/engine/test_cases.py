@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from pagedjax.cache import InvariantError
+from pagedjax.cache import INDEXES, InvariantError
 from pagedjax.engine.interrupts import HeldInterrupts
 from pagedjax.engine.request import SamplingParams
 from pagedjax.engine.turns import FairLock
@@ -185,7 +185,7 @@ def test_F023_every_row_has_a_token(make_engine, run_all, judge):
         engine = make_engine(
             num_blocks=rng.randint(6, 20) * max(1, 4 // size),
             block_size=size,
-            index=rng.choice(["hash", "radix", "table"]),
+            index=rng.choice([*INDEXES]),
             partial=rng.choice([0, 1]) if size > 1 else 0,
             host_blocks=host,
             preemption=rng.choice(["swap", "recompute"]) if host else "recompute",

@@ -5,18 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedjax.cache import POLICIES, Hints, ReservationManager
+from pagedjax.cache import INDEXES, POLICIES, Hints, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
 
 PAGED = {
-    "hash": dict(index="hash"),
     "hash, dedup": dict(index="hash", dedup=True),
-    "hash, partial": dict(index="hash", partial=1),
-    "radix": dict(index="radix"),
-    "radix, partial": dict(index="radix", partial=1),
-    "table": dict(index="table"),
+    **{index: dict(index=index) for index in INDEXES},
+    **{f"{index}, partial": dict(index=index, partial=1) for index in INDEXES if index != "table"},
     **{
         f"hash, {policy}": dict(index="hash", policy=policy)
         for policy in sorted(POLICIES)

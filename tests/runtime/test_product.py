@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedjax.cache import TokenChain
+from pagedjax.cache import INDEXES, POLICIES, TokenChain
 from pagedjax.engine.request import SamplingParams
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "index": ("hash", "radix", "table"),
-    "policy": ("lru", "fifo", "lfu", "slru", "s3fifo", "cost", "retention"),
+    "index": tuple(INDEXES),
+    "policy": tuple(name for name in POLICIES if name != "belady"),  # which has to know the future
     "block_size": (1, 4, 16),
     "chunk_tokens": (5, 16, 64),
     "preemption": ("none", "recompute", "recompute, tier", "swap", "tier"),

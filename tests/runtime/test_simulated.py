@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.cache import KVGroup, PagedManager, TokenChain
+from pagedjax.cache import INDEXES, KVGroup, PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import SamplingParams
 from pagedjax.sim.beams import RecordedBeams
@@ -138,7 +138,7 @@ def _compare_beams(tiny, make_engine, seed):
     """One random run on the device and once more in the simulator; what happened in it."""
     rng = np.random.default_rng([31, seed])
     options = dict(
-        index=("hash", "radix", "table")[rng.integers(3)],
+        index=tuple(INDEXES)[rng.integers(len(INDEXES))],
         prefix_caching=bool(rng.integers(4)),
         host_blocks=int(rng.choice([0, 200])),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedjax.cache import PagedManager, ReservationManager
+from pagedjax.cache import INDEXES, POLICIES, PagedManager, ReservationManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 A100, H100 = (ROOT / "configs" / "hardware" / f"{name}.toml" for name in ("a100-40gb", "h100-80gb"))
 CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16)
 NUM_BLOCKS, BLOCK, MAX_LEN = 41, 4, 96
+PLAIN_POLICIES = [name for name in POLICIES if name != "belady"]  # which has to know the future
 
 
 def _second(plan: StepPlan) -> float:
@@ -64,13 +65,14 @@ def _workload(seed: int) -> list[tuple[float, list[int], int]]:
 
 
 def _manager(seed: int) -> PagedManager:
-    """Every index, several policies, with and without parts of blocks and dedup, in turn."""
+    """Every index and policy, with and without parts of blocks and dedup, in turn."""
+    index = tuple(INDEXES)[seed % len(INDEXES)]
     return PagedManager(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
-        index=("hash", "radix", "table")[seed % 3],
-        policy=("lru", "fifo", "lfu", "s3fifo")[seed % 4],
-        partial=seed % 2 * 2 if seed % 3 < 2 else 0,
+        index=index,
+        policy=PLAIN_POLICIES[seed % len(PLAIN_POLICIES)],
+        partial=seed % 2 * 2 if index != "table" else 0,
         dedup=seed % 5 == 0,
         prefix_caching=seed % 7 != 0,
     )
@@ -226,8 +228,8 @@ def _skips_alike(seed: int) -> tuple[int, int]:
     rows += [TraceRequest(20 * gap + float(rng.random()), int(rng.integers(1, 90)), int(rng.integers(0, 60)))]
     until = one(math.inf, math.inf, 0.5)
     settings: dict[str, Any] = dict(
-        index=one("hash", "radix", "table"),
-        policy=one("lru", "fifo", "lfu", "s3fifo", "cost"),
+        index=one(*INDEXES),
+        policy=one(*PLAIN_POLICIES),
         partial=one(0, 2) if block_size > 2 else 0,
         prefix_caching=one(True, True, True, False),
         host_blocks=host,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.trace import FILE, open_with
 
 _COUNT = click.IntRange(min=1)
 # One request at a time and a host to swap it to; what was dropped must not come back from the prefix cache.
@@ -126,3 +128,48 @@ def kernels(common: Common, rounds: int) -> None:
 
     rows = bench.run(rounds=rounds, progress=common.note)
     _show(common, {"kernels": rows, "claims": bench.claims(rows)})
+
+
+@command.command("fleet")
+@FILE
+@click.option("--config", metavar="FILE", help="TOML file of a fleet, or the name of one in configs/fleets/.")
+@click.option(
+    "--router", "routers", multiple=True, help="Repeatable.  [default: round-robin, cache-aware, kv-overlap]"
+)
+@click.option(
+    "--minutes", type=float, default=15.0, show_default=True, help="Of the trace's time, from its start."
+)
+@click.option(
+    "--rounds", type=_COUNT, default=2, show_default=True, help="Interleaved rounds; the best of each counts."
+)
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change one setting; repeatable.")
+@common_options(settings=(), cache_dir=False)
+def fleet(
+    common: Common,
+    file: Path,
+    config: str | None,
+    routers: tuple[str, ...],
+    minutes: float,
+    rounds: int,
+    changes: tuple[str, ...],
+) -> None:
+    """CPU time of a fleet beside the sum of its instances' simulations alone, on the same requests.
+
+    Without --config: eight instances of four H100s, the trace FILE at eight times its rate.
+    """
+    from itertools import takewhile
+
+    from pagedjax.bench import fleet as bench
+    from pagedjax.sim.fleet.file import read_fleet
+
+    own = ("instance.count=8", "instance.devices=4", "instance.cache.block_size=512", "arrivals.scale=8")
+    plan = read_fleet(config, [*(own if config is None else ()), *changes])
+    trace = open_with(file, "bytes")
+    count = sum(1 for _ in takewhile(lambda request: request.arrival_s < 60 * minutes, trace))
+    if not count:
+        raise click.UsageError(f"{file}: holds no request in its first {minutes:g} minutes; give more")
+    chosen = routers or ("round-robin", "cache-aware", "kv-overlap")
+    rows = bench.run(
+        trace.head(count), plan.specs(), plan.arguments(), chosen, rounds=rounds, note=common.note
+    )
+    _show(common, {"fleet": rows})

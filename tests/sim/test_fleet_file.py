@@ -186,3 +186,22 @@ def test_bad_commands_end_in_one_line(trace_file: Path, capsys, arguments: list[
     assert main(["fleet", str(trace_file), *arguments]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+def test_bench_says_what_a_fleet_costs_beside_its_instances(trace_file: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    arguments = [
+        "--minutes",
+        "60",
+        "--rounds",
+        "1",
+        "--router",
+        "session",
+        "--set",
+        "instance.count=2",
+        "--json",
+    ]
+    assert (
+        main(["bench", "fleet", str(trace_file), *arguments, "--set", "instance.cache.num_blocks=300"]) == 0
+    )
+    (row,) = json.loads(capsys.readouterr().out)["tables"]["fleet"]
+    assert row["requests"] > 10 and row["ratio"] == row["fleet s"] / row["instances alone s"]

@@ -160,7 +160,9 @@ def test_exact_knowledge_follows_a_manager() -> None:
     rng = np.random.default_rng(0)
     log = EventLog()
     manager = PagedManager(num_blocks=12, block_size=BLOCK, events=log)
-    exact, guess = ExactKnowledge(), ApproximateKnowledge(100)
+    exact, guess = ExactKnowledge(), ApproximateKnowledge(400)
+    exact.joined(3, BLOCK)
+    guess.joined(3, BLOCK)
     stems = [rng.integers(0, 99, 20).tolist() for _ in range(4)]
     wrong = 0
     for number in range(60):
@@ -181,15 +183,19 @@ def test_exact_knowledge_follows_a_manager() -> None:
         assert exact.size(3) == len(manager.resident())
     assert wrong > 0, "nothing was evicted: the test compares too little"
     exact.gone(3)
+    exact.joined(3, BLOCK)
     assert exact.size(3) == 0
 
 
 def test_guesses_are_forgotten_by_number_and_by_age() -> None:
     digests = [bytes([i]) for i in range(6)]
-    small = ApproximateKnowledge(4)
+    small = ApproximateKnowledge(4 * BLOCK + 3)
+    small.joined(0, BLOCK)
     small.sent(digests, 0, 0.0)
     assert small.matched(digests, 0) == 4 and small.oldest(0, 1) == [digests[3]]  # tails go before heads
-    aged = ApproximateKnowledge(100, ttl_s=10.0)
+    aged = ApproximateKnowledge(400, ttl_s=10.0)
+    for worker in range(2):
+        aged.joined(worker, BLOCK)
     aged.sent(digests[:2], 0, 0.0)
     aged.sent(digests[2:], 1, 9.0)
     assert aged.matched(digests, 0) == 2
@@ -199,7 +205,9 @@ def test_guesses_are_forgotten_by_number_and_by_age() -> None:
 
 def test_equal_costs_of_kv_overlap_go_to_the_smaller_tree() -> None:
     workers = [Worker(i, str(i), "mixed", BLOCK, 50, lambda count, before: 1.0) for i in range(2)]
-    knowledge = ApproximateKnowledge(100)
+    knowledge = ApproximateKnowledge(400)
+    for worker in range(2):
+        knowledge.joined(worker, BLOCK)
     knowledge.sent([b"x"], 0, 0.0)
     view = View(workers, knowledge, np.random.default_rng(0))
     prompt = Prompt(0, np.arange(9, dtype=np.int32))

@@ -32,7 +32,7 @@ from pagedjax.sim.trace import Trace
 TREE_TOKENS = 1 << 24  # what SGLang's gateway remembers by default, there in characters
 
 
-def make_knowledge(kind: str, *, most_blocks: int, ttl_s: float = math.inf) -> Knowledge:
+def make_knowledge(kind: str, *, tree_tokens: int = TREE_TOKENS, ttl_s: float = math.inf) -> Knowledge:
     """Knowledge by name.
 
     Raises:
@@ -40,7 +40,7 @@ def make_knowledge(kind: str, *, most_blocks: int, ttl_s: float = math.inf) -> K
     """
     require(kind in KNOWLEDGE, f"knowledge={kind}: must be one of {', '.join(KNOWLEDGE)}")
     if kind == "approximate":
-        return ApproximateKnowledge(most_blocks, ttl_s)
+        return ApproximateKnowledge(tree_tokens, ttl_s)
     return ExactKnowledge() if kind == "exact" else NoKnowledge()
 
 
@@ -99,7 +99,6 @@ def run_fleet(
     """
     require(bool(instances), "instances: none given; a fleet needs at least one")
     require(0 <= delay_s < math.inf, f"delay_s={delay_s}: must be from 0, in seconds")
-    require(tree_tokens >= 1, f"tree_tokens={tree_tokens}: must be at least 1; try {TREE_TOKENS}")
     chooser = make_router(router, options)
     decode_chooser = make_router(decode_router)
     require(
@@ -116,9 +115,7 @@ def run_fleet(
         trace,
         instances,
         chooser,
-        lambda block_size: make_knowledge(
-            knowledge or chooser.knows, most_blocks=max(tree_tokens // block_size, 1), ttl_s=ttl_s
-        ),
+        make_knowledge(knowledge or chooser.knows, tree_tokens=tree_tokens, ttl_s=ttl_s),
         delay_s=delay_s,
         decode_router=decode_chooser,
         changes=changes,

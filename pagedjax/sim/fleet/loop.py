@@ -41,7 +41,7 @@ class Fleet:
         trace: Trace,
         instances: Sequence[InstanceSpec],
         router: Router,
-        make_knowledge: Callable[[int], Knowledge],
+        knowledge: Knowledge,
         *,
         delay_s: float,
         decode_router: Router,
@@ -58,6 +58,7 @@ class Fleet:
         log_rates: bool,
     ) -> None:
         self.router = router
+        self.knowledge = knowledge
         self.result = FleetResult()
         self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates)
         self.members: dict[int, Member] = {}
@@ -81,7 +82,6 @@ class Fleet:
         self._joins_left = 0
         self._under_way = 0
         self._now = 0.0
-        self.knowledge = make_knowledge(min(spec.manager(None).block_size for spec in instances))
         for spec in instances:
             self._join(spec, 0.0)
         for change in changes:
@@ -439,6 +439,7 @@ class Fleet:
         )
         self.members[member.number] = member
         self.moves.join(member)
+        self.knowledge.joined(member.number, member.worker.block_size)
 
     def _change(self, change: Change, now: float) -> None:
         if change.instance is not None:

@@ -33,6 +33,10 @@ class Knowledge(Protocol):
         """The `count` blocks that would be evicted first."""
         ...
 
+    def joined(self, worker: int, block_size: int) -> None:
+        """A worker has joined, with nothing cached."""
+        ...
+
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
         """A prompt was sent to the worker."""
         ...
@@ -67,6 +71,9 @@ class NoKnowledge:
     def oldest(self, worker: int, count: int) -> list[bytes]:
         return []
 
+    def joined(self, worker: int, block_size: int) -> None:
+        return None
+
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
         return None
 
@@ -84,36 +91,42 @@ class ApproximateKnowledge:
     a digest names its whole prefix, so that the leading known digests are the matched path.
 
     Args:
-        most_blocks: Blocks remembered of each worker; the least recently sent go first, tails before heads.
+        most_tokens: Tokens remembered of each worker, in whole blocks; the least recently sent go first, tails before
+            heads.
         ttl_s: Seconds after which a block that was not sent again is forgotten.
     """
 
     informs, wants_events = True, False
 
-    def __init__(self, most_blocks: int, ttl_s: float = float("inf")) -> None:
-        if most_blocks < 1:
-            raise ValueError(f"most_blocks={most_blocks}: must be at least 1; try 100000")
+    def __init__(self, most_tokens: int, ttl_s: float = float("inf")) -> None:
+        if most_tokens < 1:
+            raise ValueError(f"tree_tokens={most_tokens}: must be at least 1; try {1 << 24}")
         if not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: must be positive; try 120")
-        self._most = most_blocks
+        self._most_tokens = most_tokens
         self._ttl_s = ttl_s
+        self._most: dict[int, int] = {}
         self._trees: dict[int, OrderedDict[bytes, float]] = {}
 
+    def joined(self, worker: int, block_size: int) -> None:
+        self._most[worker] = max(self._most_tokens // block_size, 1)
+        self._trees[worker] = OrderedDict()
+
     def matched(self, digests: Sequence[bytes], worker: int) -> int:
-        return _leading(digests, self._trees.get(worker, OrderedDict()))
+        return _leading(digests, self._trees[worker])
 
     def size(self, worker: int) -> int:
-        return len(self._trees.get(worker, ()))
+        return len(self._trees[worker])
 
     def oldest(self, worker: int, count: int) -> list[bytes]:
-        return list(islice(self._trees.get(worker, ()), count))
+        return list(islice(self._trees[worker], count))
 
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
-        tree = self._trees.setdefault(worker, OrderedDict())
+        tree = self._trees[worker]
         for digest in reversed(digests):
             tree[digest] = now
             tree.move_to_end(digest)
-        while len(tree) > self._most:
+        while len(tree) > self._most[worker]:
             tree.popitem(last=False)
         if self._ttl_s < float("inf"):
             for other in self._trees.values():
@@ -124,7 +137,7 @@ class ApproximateKnowledge:
         return None
 
     def gone(self, worker: int) -> None:
-        self._trees.pop(worker, None)
+        del self._trees[worker]
 
 
 class ExactKnowledge:
@@ -136,19 +149,22 @@ class ExactKnowledge:
         self._resident: dict[int, dict[bytes, int]] = {}
 
     def matched(self, digests: Sequence[bytes], worker: int) -> int:
-        return _leading(digests, self._resident.get(worker, {}))
+        return _leading(digests, self._resident[worker])
 
     def size(self, worker: int) -> int:
-        return len(self._resident.get(worker, ()))
+        return len(self._resident[worker])
 
     def oldest(self, worker: int, count: int) -> list[bytes]:
-        return list(islice(self._resident.get(worker, ()), count))
+        return list(islice(self._resident[worker], count))
+
+    def joined(self, worker: int, block_size: int) -> None:
+        self._resident[worker] = {}
 
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
         return None
 
     def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
-        resident = self._resident.setdefault(worker, {})
+        resident = self._resident[worker]
         for event in events:
             if event.kind == "cleared":
                 resident.clear()
@@ -162,7 +178,7 @@ class ExactKnowledge:
                         resident.pop(key, None)
 
     def gone(self, worker: int) -> None:
-        self._resident.pop(worker, None)
+        del self._resident[worker]
 
 
 KNOWLEDGE = ("none", "approximate", "exact")

@@ -8,8 +8,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pagedjax.cache.hashing import TokenChain
+from pagedjax.cache.hashing import NO_EXTRA, hash_scheme
 from pagedjax.sim.routing.knowledge import Knowledge
+
+_SCHEME = hash_scheme("sha256")  # the engines' default, which simulated ones have
 
 
 class Prompt:
@@ -21,13 +23,13 @@ class Prompt:
         session: Conversation it belongs to; "" where unknown.
     """
 
-    __slots__ = ("_chains", "number", "session", "tokens")
+    __slots__ = ("_digests", "number", "session", "tokens")
 
     def __init__(self, number: int, tokens: np.ndarray, session: str = "") -> None:
         self.number = number
         self.tokens = tokens
         self.session = session
-        self._chains: dict[int, list[bytes]] = {}
+        self._digests: dict[int, list[bytes]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -35,10 +37,12 @@ class Prompt:
 
     def digests(self, block_size: int) -> list[bytes]:
         """Names of the prompt's full blocks, as the managers' events name them; not to be changed."""
-        found = self._chains.get(block_size)
-        if found is None:
-            chain = TokenChain(self.tokens, block_size=block_size)
-            found = self._chains[block_size] = chain.digests(chain.num_full_blocks)
+        found = self._digests.get(block_size)
+        if found is None:  # as a `TokenChain` has them, without its list of tokens
+            full = self.num_tokens // block_size * block_size
+            packed = np.ascontiguousarray(self.tokens[:full], dtype="<i4").tobytes()
+            found = list(_SCHEME.extend(_SCHEME.root, 0, packed, block_size, NO_EXTRA))
+            self._digests[block_size] = found
         return found
 
 

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from pagedjax.cache.eviction import EvictionPolicy
-from pagedjax.cache.policies import make_policy
-from pagedjax.cache.protocol import NO_HINTS
+from pagedjax.cache import ExtraKeys, InvariantError, PagedManager, TokenChain
+from pagedjax.cache.indexes import IndexFactory
+from pagedjax.cache.policies import PolicyFactory
 from pagedjax.sim.trace import Trace, TraceRequest
 
 Insert = Literal["prompt", "prompt+output"]
@@ -248,65 +248,86 @@ class LRUStore:
                     present.popitem(last=False)
 
 
-class PolicyStore:
-    """Holds up to `capacity` blocks under any eviction policy of `pagedjax.cache`.
+class _KeysAreNames:
+    """A hash scheme for blocks that are their own names: 8 bytes, whatever came before, since keys say that."""
 
-    A request uses its blocks and lets go of them, tail first; meanwhile they cannot be evicted. Of a
-    request larger than the store the front is kept. Time is the request's number.
+    name = "key"
+    root = b"root"
+    collision_proof = True
+
+    def extend(
+        self, parent: bytes, first: int, packed: bytes, block_size: int, extra: ExtraKeys
+    ) -> list[bytes]:
+        return [bytes(packed[at : at + 8]) for at in range(0, len(packed), 8)]
+
+
+_SCHEME = _KeysAreNames()
+
+
+class PolicyStore:
+    """Holds up to `capacity` blocks under any eviction policy and prefix index of `pagedjax.cache`.
+
+    It is the engine's own manager, one request at a time: what it finds and what it evicts is what an engine
+    would that admits a request, computes it whole and releases it before the next. Blocks that lie behind a
+    missing one are computed again. A block more than the capacity holds the token that every request computes
+    after its last block. Of a request larger than the store the front is kept. Time is the request's number.
 
     Args:
         capacity: Blocks.
-        policy: Name in `POLICIES`, or a factory num_blocks → policy (`Belady` needs the future, see
-            `future_of`).
+        policy: As `PagedManager` takes it (`Belady` needs the future, see `future_of`).
+        index: As `PagedManager` takes it.
     """
 
-    def __init__(self, capacity: int, policy: str | Callable[[int], EvictionPolicy] = "lru") -> None:
+    def __init__(
+        self,
+        capacity: int,
+        policy: str | PolicyFactory = "lru",
+        index: str | IndexFactory = "hash",
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity}: must be at least 1 block")
         self.capacity = capacity
-        self.policy = make_policy(policy, capacity + 1)
-        self.present: dict[int, int] = {}
-        self._content: dict[int, int] = {}
-        self._blank = list(range(capacity, 0, -1))
-        self._now = 0.0
+        self.manager = PagedManager(num_blocks=capacity + 2, block_size=2, index=index, policy=policy)
+        self._requests = 0
+        self._last: tuple[np.ndarray | None, TokenChain | None] = (None, None)
+
+    def _chain(self, keys: np.ndarray) -> TokenChain:
+        """Two tokens a key, and the one after them."""
+        known, chain = self._last
+        if known is not keys or chain is None:
+            halves = np.ascontiguousarray(keys, dtype="<i8").view("<i4")
+            chain = TokenChain([*halves.tolist(), 0], block_size=2, hash=_SCHEME)
+            self._last = keys, chain
+        return chain
+
+    @property
+    def present(self) -> set[int]:
+        """Keys of the blocks that are held."""
+        return {
+            int.from_bytes(digest, "little", signed=True)
+            for _, medium, digest in self.manager.resident()
+            if medium == "device"
+        }
 
     def hits(self, keys: np.ndarray) -> int:
-        return _leading(keys.tolist(), self.present)
+        return self.manager.peek(self._chain(keys)) // 2
 
     def touch(self, keys: np.ndarray) -> None:
-        kept = keys[: self.capacity].tolist()
-        present, policy, now = self.present, self.policy, self._now
-        blocks = [present.get(key, 0) for key in kept]
-        for first, last in _runs(blocks):
-            policy.hit(blocks[first:last], blocks[first:last], first, NO_HINTS, now)
-        missing = blocks.count(0)
-        short = missing - len(self._blank)
-        if short > 0:
-            victims = policy.victim(short, now)
-            policy.remove(victims)
-            for victim in victims:
-                del present[self._content.pop(victim)]
-            self._blank += reversed(victims)
-        fresh = [i for i, block in enumerate(blocks) if not block]
-        for i in fresh:
-            blocks[i] = self._blank.pop()
-            present[kept[i]] = blocks[i]
-            self._content[blocks[i]] = kept[i]
-        for i in fresh:
-            policy.insert([blocks[i]], [_digest(kept[i])], i, NO_HINTS, now)
-        policy.release(blocks[::-1], now)
-        self._now = now + 1.0
-
-
-def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of each stretch of resident blocks."""
-    first = None
-    for i, block in enumerate([*blocks, 0]):
-        if block and first is None:
-            first = i
-        elif not block and first is not None:
-            yield first, i
-            first = None
+        if not len(keys):
+            return
+        manager, chain = (
+            self.manager,
+            self._chain(keys if len(keys) <= self.capacity else keys[: self.capacity]),
+        )
+        manager.now = float(self._requests)
+        self._requests += 1
+        hit = manager.begin(0, chain).num_tokens
+        if not manager.reserve(0, len(chain) - hit):
+            raise InvariantError(
+                f"request of {len(keys)} blocks: an empty store of {self.capacity} has no room"
+            )
+        manager.commit(0, len(chain), manager.now)
+        manager.release(0)
 
 
 def _digest(key: int) -> bytes:

@@ -1,0 +1,108 @@
+"""Two sources of truth that may not drift apart: replays against the manager as an engine drives it."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import INDEXES, POLICIES, PagedManager, TokenChain
+from pagedjax.cache.policies import Belady
+from pagedjax.sim.replay import LRU, PolicyStore, replay
+from pagedjax.sim.trace import Trace, TraceRequest
+
+SIZE = 4
+
+
+def _tree(rng: random.Random, requests: int) -> list[list[int]]:
+    """Requests as paths of keys in a tree that grows: equal keys mean equal prefixes."""
+    children: dict[int, list[int]] = {0: []}
+    rows, fresh = [], iter(range(1, 10**6))
+    for _ in range(requests):
+        at, row = 0, []
+        for _ in range(rng.randrange(1, 9)):
+            known = children[at]
+            if known and rng.random() < 0.75:
+                at = known[int(rng.random() ** 2 * len(known))]
+            else:
+                key = next(fresh)
+                known.append(key)
+                children[key] = []
+                at = key
+            row.append(at)
+        rows.append(row)
+    return rows
+
+
+def _engine(policy, index: str, capacity: int, rows: list[list[int]], chunk: int) -> list[int]:
+    """Hit blocks of each request: real tokens, real hashes, prompts computed in chunks, one at a time."""
+    m = PagedManager(num_blocks=capacity + 2, block_size=SIZE, policy=policy, index=index)
+    hits = []
+    for seq, row in enumerate(rows):
+        tokens = [key * SIZE + i for key in row for i in range(SIZE)]
+        chain = TokenChain([*tokens, 10**7 + seq], block_size=SIZE)
+        m.now = float(seq)
+        done = m.begin(seq, chain).num_tokens
+        hits.append(done // SIZE)
+        while done < len(chain):
+            step = min(chunk, len(chain) - done)
+            assert m.reserve(seq, step)
+            done += step
+            m.commit(seq, done, float(seq))
+        m.release(seq)
+    m.check_invariants()
+    return hits
+
+
+def _agree(policy: str, index: str, seed: int) -> None:
+    rng = random.Random(f"{policy} {index} {seed}")
+    rows = _tree(rng, 60)
+    capacity = rng.randrange(8, 40)
+    named = policy
+    if policy == "belady":
+        futures = []
+        for width in (8, 32):  # the engine's digests, and the replay's: 8 bytes of the key
+            future: dict[bytes, list[float]] = {}
+            for now, row in enumerate(rows):
+                chain = TokenChain([k * SIZE + i for k in row for i in range(SIZE)], block_size=SIZE)
+                names = chain.digests(len(row)) if width == 32 else [k.to_bytes(8, "little") for k in row]
+                for name in names:
+                    future.setdefault(name, []).append(float(now))
+            futures.append(future)
+        stores = [(lambda n, f=f: Belady(n, f)) for f in futures]
+    else:
+        stores = [named, named]
+    store = PolicyStore(capacity, stores[0], index)
+    ours = []
+    for row in rows:
+        keys = np.array(row)
+        ours.append(store.hits(keys))
+        store.touch(keys)
+    assert ours == _engine(stores[1], index, capacity, rows, 10**6)
+    assert index == "table" or sum(ours) > 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("index", sorted(INDEXES))
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_F004_a_replay_is_the_engine_one_request_at_a_time(policy: str, index: str, count: int) -> None:
+    for seed in range(count):
+        _agree(policy, index, seed)
+
+
+def test_F004_of_blocks_that_came_together_the_tail_goes_first() -> None:
+    for policy in sorted(POLICIES.keys() - {"belady"}):
+        store = PolicyStore(4, policy)
+        store.touch(np.array([1, 2, 3, 4]))
+        store.touch(np.array([9]))
+        assert store.present == {1, 2, 3, 9} and store.hits(np.array([1, 2, 3, 4])) == 3, policy
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_F004_the_quick_lru_of_a_replay_is_the_engines(seed: int) -> None:
+    """`LRU` is an ordered dictionary; the engine's queue with its prompts in chunks says the same."""
+    rng = random.Random(seed)
+    rows, capacity = _tree(rng, 80), rng.randrange(8, 40)
+    requests = [TraceRequest(float(i), SIZE * len(r), 1, granule_ids=np.array(r)) for i, r in enumerate(rows)]
+    trace = Trace("tree", "generated", SIZE, True, lambda: iter(requests))
+    counted = replay(trace, SIZE, LRU(capacity))
+    assert counted.hit_blocks == sum(_engine("lru", "hash", capacity, rows, chunk=7))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.config import CacheConfig, SchedulerConfig
-from pagedjax.lab import Row
+from pagedjax.lab import TableRow
 from pagedjax.sim.fleet import FleetResult, InstanceSpec
 from pagedjax.sim.fleet.file import InstanceTable
 from pagedjax.sim.routing import ROUTERS
@@ -94,7 +94,7 @@ def shared_prefixes(groups: int, each: int, prefix: int, question: int, output: 
     return Trace("shared-prefixes", "tokens", 1, True, requests, spec=words)
 
 
-def row(result: FleetResult, **columns: Any) -> Row:
+def row(result: FleetResult, **columns: Any) -> TableRow:
     """The columns that all of these experiments print."""
     out = result.to_dict()
     prompts = sum(r.times.num_input for r in result.records)

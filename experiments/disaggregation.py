@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._fleet import CONVERSATION, LLAMA, instances, mooncake, panels, row
-from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
 from pagedjax.sim.fleet import Arrivals, LinkSpec, run_fleet
+
+from ._fleet import CONVERSATION, LLAMA, instances, mooncake, panels, row
 
 TOTAL = 8
 PREFILL = (0, 3, 4, 5, 6, 7)  # of 8 instances; 0: all are mixed
@@ -37,7 +38,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     prefill, total = unit["prefill"], unit["total"]
     specs = instances(total, 64)
     if prefill:
@@ -60,7 +61,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     columns = {
         "ttft_p90_s": "p90 TTFT, s",
         "tbt_p99_s": "p99 between tokens, s",

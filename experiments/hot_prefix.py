@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments._fleet import LLAMA, NAMES, instances, label_ends, panels, row
-from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.trace import Trace, TraceRequest
+
+from ._fleet import LLAMA, NAMES, instances, label_ends, panels, row
 
 PREFIXES, PREFIX, QUESTION, OUTPUT = 16, 6000, 200, 100
 SKEWS = (0.0, 1.0, 2.0)
@@ -54,13 +55,13 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     played = trace(unit["requests"], unit["skew"], unit["rate"], unit["seed"])
     result = run_fleet(played, instances(unit["instances"], 64), router=unit["router"], seed=unit["seed"])
     yield row(result, **{c: unit[c] for c in ("router", "skew", "rate", "seed")})
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     columns = {
         "hit_by_token": "hit rate",
         "imbalance": "busy time, largest over mean",

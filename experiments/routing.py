@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._fleet import (
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell, ratio
+from pagedjax.sim.fleet import Arrivals, run_fleet
+
+from ._fleet import (
     AGENTIC,
     CONVERSATION,
     LLAMA,
@@ -26,8 +29,6 @@ from experiments._fleet import (
     row,
     shared_prefixes,
 )
-from pagedjax.lab import Claim, Experiment, Row, Unit, cell, ratio
-from pagedjax.sim.fleet import Arrivals, run_fleet
 
 # Of the conversation trace: times its rate for each instance; one instance computes about its whole prompts' rate.
 RATES = (0.4, 0.6)
@@ -77,7 +78,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     return units
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     name, seed, count = unit["workload"], unit["seed"], unit["requests"]
     if name == "conversation":
         trace, block = mooncake(data, count), 512
@@ -93,7 +94,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     yield row(result, **{c: unit[c] for c in columns})
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     """Hits against mean time to the first token, a panel for each load; each point is a router."""
     cases = list(dict.fromkeys((r["workload"], r["instances"], r["rate"]) for r in rows))
     titles = [

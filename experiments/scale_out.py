@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments._fleet import LLAMA, instances, label_ends, panels
-from pagedjax.lab import Claim, Experiment, Row, Unit
+from pagedjax.lab import Claim, Experiment, TableRow, Unit
 from pagedjax.sim.fleet import Change, run_fleet
 from pagedjax.sim.synth import Arrivals, chat
+
+from ._fleet import LLAMA, instances, label_ends, panels
 
 ROUTERS = ("round-robin", "session", "prefix-hash", "cache-aware", "kv-overlap", "preble")
 SPAN_S, BIN_S = 240.0, 10.0
@@ -31,7 +32,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     span, count = unit["span_s"], unit["instances"]
     joins, dies = span * JOINS_S / SPAN_S, span * DIES_S / SPAN_S
     turns = {"turns": 6, "system_tokens": 200, "user_tokens": 1500, "output_tokens": 200, "pause_s": 8.0}
@@ -62,7 +63,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
             }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     columns = {
         "hit_by_token": "hit rate",
         "ttft_p90_s": "p90 TTFT, s",
@@ -88,7 +89,7 @@ def _plot(rows: list[Row], axes: Any) -> None:
 def _change(router: str, column: str, before: float, after: float) -> Any:
     """Mean of a column over 40 s after a moment, over that of the 40 s before it."""
 
-    def pick(rows: list[Row]) -> list[float]:
+    def pick(rows: list[TableRow]) -> list[float]:
         own = [r for r in rows if r["router"] == router]
         if len(own) < SPAN_S / BIN_S:
             return []

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._fleet import CONVERSATION, LLAMA, instances, label_ends, mooncake, panels, row
-from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
 from pagedjax.sim.fleet import Arrivals as Times
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.synth import Arrivals, chat
+
+from ._fleet import CONVERSATION, LLAMA, instances, label_ends, mooncake, panels, row
 
 ROUTERS = ("kv-overlap", "load-aware", "mooncake")
 DELAYS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -55,7 +56,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     ]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     if unit["workload"] == "conversation":
         trace, block, scale = mooncake(data, unit["requests"]), 512, 4.0
     else:
@@ -74,7 +75,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     yield row(result, **{c: unit[c] for c in ("workload", "router", "knowledge", "delay_s", "seed")})
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     names = list(dict.fromkeys(r["workload"] for r in rows))
     titles = [f"{name}: {what}" for name in names for what in ("hit rate", "p90 TTFT, s")]
     for i, inset in enumerate(panels(axes, titles, 2)):

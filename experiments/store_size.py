@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, panels, row
-from pagedjax.lab import Claim, Experiment, Row, Unit, ratio
+from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
 from pagedjax.sim.fleet import Arrivals, StoreSpec, run_fleet
+
+from ._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, panels, row
 
 FILES = {"conversation": (CONVERSATION, 3000, 3.0), "synthetic": (SYNTHETIC, 3993, 3.0)}
 TOKENS = (0, 300_000, 1_000_000, 3_000_000, 10_000_000)  # of each node's memory
@@ -52,7 +53,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
     return [*units, {**disk, "tokens": 300_000, "disk_tokens": 10_000_000, "pooled": True}]
 
 
-def _run(unit: Unit, data: Path) -> Iterator[Row]:
+def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     file = FILES[unit["workload"]][0]
     # A pool of 0.1M tokens on the device: what is kept between requests is the store's to keep.
     specs = instances(unit["nodes"], 512, blocks=256)
@@ -77,7 +78,7 @@ def _run(unit: Unit, data: Path) -> Iterator[Row]:
     }
 
 
-def _plot(rows: list[Row], axes: Any) -> None:
+def _plot(rows: list[TableRow], axes: Any) -> None:
     names = list(dict.fromkeys(r["workload"] for r in rows))
     titles = [f"{name}: {what}" for name in names for what in ("hit rate", "mean TTFT, s")]
     for i, inset in enumerate(panels(axes, titles, 2)):

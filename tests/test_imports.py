@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "pagedjax.engine.preemption": CACHE,
     "pagedjax.engine.interrupts": set(),
     "pagedjax.sim": HOST | {"pagedjax.sim", "pagedjax.paths", "numpy"},
+    "pagedjax.sim.trace.rows": {"pagedjax.sim.records", "pyarrow"},
     "pagedjax.sim.fleet.file": HOST | {"pagedjax.sim", "pagedjax.models.family_configs", "pagedjax.paths"},
     "pagedjax.paths": {"platformdirs"},
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
-from pagedjax.cli.trace import FILE, open_with
+from pagedjax.cli.trace_options import FILE
 
 _COUNT = click.IntRange(min=1)
 # One request at a time and a host to swap it to; what was dropped must not come back from the prefix cache.
@@ -161,10 +161,11 @@ def fleet(
 
     from pagedjax.bench import fleet as bench
     from pagedjax.sim.fleet.file import read_fleet
+    from pagedjax.sim.trace import open_trace
 
     own = ("instance.count=8", "instance.devices=4", "instance.cache.block_size=512", "arrivals.scale=8")
     plan = read_fleet(config, [*(own if config is None else ()), *changes])
-    trace = open_with(file, "bytes")
+    trace = open_trace(file, encode=lambda text: list(text.encode()))
     count = sum(1 for _ in takewhile(lambda request: request.arrival_s < 60 * minutes, trace))
     if not count:
         raise click.UsageError(f"{file}: holds no request in its first {minutes:g} minutes; give more")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import click
 
-from pagedjax.cli.trace import AT_LEAST_1, COMMON, FILE, QUIET, TOKENIZER, open_with, requests_bar
+from pagedjax.cli.trace import announce
+from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, requests_bar, trace_options
 
 
 @click.command("curve")
@@ -17,7 +19,7 @@ from pagedjax.cli.trace import AT_LEAST_1, COMMON, FILE, QUIET, TOKENIZER, open_
     "sizes",
     type=AT_LEAST_1,
     multiple=True,
-    help="Tokens per block; repeatable.  [default: the trace's, or 16]",
+    help="Tokens per block; repeatable, one reading each.  [default: the trace's, or 16]",
 )
 @click.option(
     "--capacity",
@@ -28,8 +30,8 @@ from pagedjax.cli.trace import AT_LEAST_1, COMMON, FILE, QUIET, TOKENIZER, open_
 )
 @click.option("--policy", "policies", multiple=True, help="Another policy to replay beside LRU; repeatable.")
 @click.option("--bound", is_flag=True, help="Add Belady's bound for block requests.")
-@COMMON
-@TOKENIZER
+@click.option("--insert", type=click.Choice(["prompt", "prompt+output"]), default="prompt", show_default=True)
+@trace_options
 @QUIET
 def command(
     file: Path,
@@ -37,19 +39,23 @@ def command(
     capacities: tuple[int, ...],
     policies: tuple[str, ...],
     bound: bool,
-    common_prefix: bool,
-    tokenizer: str,
+    insert: Any,
+    open_file: Opener,
     quiet: bool,
 ) -> None:
-    """Hit ratio by block at every capacity, LRU in one pass over the trace (CSV on stdout)."""
-    from pagedjax.sim.curve import belady_bound, load_references, lru_curve
-    from pagedjax.sim.replay import PolicyStore, replay
+    """Hit ratio by block at every capacity, LRU in one pass over the trace (CSV on stdout).
 
-    trace = open_with(file, tokenizer, common_prefix)
+    Needs at most 24 bytes of memory for each block of a prompt, and nothing for a request.
+    """
+    from pagedjax.sim.curve import belady_bound, lru_curve
+    from pagedjax.sim.references import load_references, replay_references
+    from pagedjax.sim.replay import PolicyStore
+
     for name in policies:
         if name == "belady":
             raise click.BadParameter("--policy belady: is no policy but a bound; give --bound instead")
         PolicyStore(1, name)  # a name that does not exist is refused before the trace is read
+    trace = open_file(file)
     header = [
         "block_size",
         "capacity_blocks",
@@ -59,7 +65,8 @@ def command(
         *(["bound"] if bound else []),
     ]
     for number, size in enumerate(sizes or ((trace.granularity if trace.granularity > 1 else 16),)):
-        refs = load_references(trace, size, progress=requests_bar("read", quiet))
+        refs = load_references(trace, size, insert=insert, progress=requests_bar("read", quiet))
+        announce(len(refs.keys), quiet)
         curve = lru_curve(refs)
         if not number:  # not before a bad file has been told
             print(",".join(header))
@@ -69,7 +76,7 @@ def command(
             blocks = int(min(capacity, max(refs.num_distinct, 1)))
             for name in policies:
                 bar = requests_bar(f"{name}, {blocks} blocks", quiet)
-                row.append(replay(trace, size, PolicyStore(blocks, name), progress=bar).by_block)
+                row.append(replay_references(refs, PolicyStore(blocks, name), progress=bar).by_block)
             if bound:
-                row.append(belady_bound(refs, blocks) / max(len(refs.keys), 1))
+                row.append(belady_bound(refs, blocks) / max(curve.blocks, 1))
             print(",".join([str(size), str(capacity), *(f"{v:.6f}" for v in row)]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.options import emit_json
-from pagedjax.cli.trace import AT_LEAST_1, COMMON, FILE, QUIET, TOKENIZER, open_with
+from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
 
 if TYPE_CHECKING:
     from pagedjax.sim.fleet import FleetResult
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request here."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@COMMON
-@TOKENIZER
+@trace_options
 @QUIET
 def command(
     file: Path,
@@ -48,8 +47,7 @@ def command(
     settings: tuple[str, ...],
     records: Path | None,
     as_json: bool,
-    common_prefix: bool,
-    tokenizer: str,
+    open_file: Opener,
     quiet: bool,
 ) -> None:
     """Play the trace FILE through a fleet: real schedulers and cache managers, one virtual clock.
@@ -68,7 +66,7 @@ def command(
         "fleet.seed": seed,
     }
     fleet = read_fleet(config, [*(f"{k}={v}" for k, v in given.items() if v is not None), *settings])
-    trace = open_with(file, tokenizer, common_prefix)
+    trace = open_file(file)
     result = run_fleet(trace.head(head) if head else trace, fleet.specs(), **fleet.arguments())
     if records is not None:
         _write(records, result)

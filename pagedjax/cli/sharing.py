@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from pagedjax.cli.trace import AT_LEAST_0, AT_LEAST_1, FILE, QUIET, TOKENIZER, encoder, open_with
+from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, QUIET, Opener, trace_options
 
 
 @click.command("sharing")
@@ -22,7 +22,7 @@ from pagedjax.cli.trace import AT_LEAST_0, AT_LEAST_1, FILE, QUIET, TOKENIZER, e
 @click.option(
     "--top", type=AT_LEAST_0, default=5, show_default=True, help="Groups and changing fields to show."
 )
-@TOKENIZER
+@trace_options
 @QUIET
 def command(
     file: Path,
@@ -30,7 +30,7 @@ def command(
     kv_bytes_per_token: int,
     parameters: float,
     top: int,
-    tokenizer: str,
+    open_file: Opener,
     quiet: bool,
 ) -> None:
     """How much do these prompts share, where do they part, and what does it cost?
@@ -44,7 +44,7 @@ def command(
 
     if not 0 <= parameters < math.inf:
         raise click.UsageError(f"--parameters {parameters}: must be a number of weights, such as 7e9")
-    trace = open_with(file, tokenizer)
+    trace = open_file(file)
     if trace.granularity != 1:
         raise click.UsageError(f"{file}: holds no token ids; `pagedjax trace info` counts its hits")
 
@@ -88,7 +88,7 @@ def command(
         print(f"  {g.count:>6,} prompts share {g.depth:,} tokens, {ways}")
     if not result.divergences:
         print("no field that changes per request was found in front of common text")
-    decode = _decoder(tokenizer)
+    decode = open_file.texts.decode
     for d in result.divergences:
         examples = ", ".join(repr(decode(e)) for e in d.examples)
         print(
@@ -98,16 +98,3 @@ def command(
         print(
             f"  moved to the end, the prompts would share {d.saved_if_moved:,} tokens instead of {d.saved_now:,}"
         )
-
-
-def _decoder(tokenizer: str):  # type: ignore[no-untyped-def]
-    if tokenizer == "bytes":
-        return lambda ids: (
-            bytes(i for i in ids if i < 256).decode(errors="replace")
-            if all(i < 256 for i in ids)
-            else str(list(ids))
-        )
-    encoder(tokenizer)  # complains about a missing file
-    from tokenizers import Tokenizer
-
-    return lambda ids: Tokenizer.from_file(tokenizer).decode(list(ids))

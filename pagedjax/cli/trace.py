@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.trace_options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FILE,
+    QUIET,
+    Opener,
+    requests_bar,
+    trace_options,
+)
+
 if TYPE_CHECKING:
-    from pagedjax.sim.trace import Encode, Trace
+    from pagedjax.sim.replay import HitCounts
+    from pagedjax.sim.trace import Trace
 
 
-def encoder(name: str) -> Encode:
-    """Text to token ids: "bytes", or a tokenizer.json file."""
-    if name == "bytes":
-        return lambda text: list(text.encode())
-    from tokenizers import Tokenizer
-
-    if not Path(name).is_file():
-        raise click.BadParameter(f"--tokenizer {name}: must be 'bytes' or a tokenizer.json file")
-    try:
-        tokenizer = Tokenizer.from_file(name)
-    except Exception as error:  # the library raises no narrower class
-        raise click.BadParameter(f"--tokenizer {name}: {error}; must be a tokenizer.json file") from None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def open_with(path: Path, tokenizer: str, common_prefix: bool = False) -> Trace:
-    """Open a trace as the options say."""
-    from pagedjax.sim.trace import open_trace
-
-    return open_trace(path, encode=encoder(tokenizer), common_prefix=common_prefix)
-
-
-def write_whole(path: Path, requests: Iterable[Any], *, granularity: int, tail_ids: bool) -> None:
+def write_whole(path: Path, write: Callable[[Path], int]) -> None:
     """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole."""
-    from pagedjax.sim.trace import write_trace
-
     device = path.exists() and not path.is_file()  # /dev/stdout, a pipe
     target = path if device else path.resolve()
     part = (
         target if device else target.with_name(f".part-{target.name}")
     )  # the suffix chooses the compression
     try:
-        count = write_trace(part, requests, granularity=granularity, tail_ids=tail_ids)
+        count = write(part)
         if not count:  # no reader would take the file
             raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
         if not device:
@@ -61,29 +50,7 @@ def write_whole(path: Path, requests: Iterable[Any], *, granularity: int, tail_i
     print(f"{count:,} requests in {path}", file=sys.stderr if device else sys.stdout)
 
 
-def requests_bar(label: str, quiet: bool) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """A progress bar over a stream of unknown length."""
-    from pagedjax.progress import bar
-
-    def wrap(items: Iterable[Any]) -> Iterator[Any]:
-        with bar(label, None, enabled=not quiet and sys.stderr.isatty()) as advance:
-            for item in items:
-                advance(1)
-                yield item
-
-    return wrap
-
-
-AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
-FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-TOKENIZER = click.option(
-    "--tokenizer", default="bytes", show_default=True, help="For files of text: bytes, or a tokenizer.json."
-)
-COMMON = click.option(
-    "--common-prefix", is_flag=True, help="Let agentic sessions share tools and system prompts."
-)
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-QUIET = click.option("--quiet", is_flag=True, help="No progress on stderr.")
 
 
 @click.group("trace")
@@ -96,43 +63,41 @@ def command() -> None:
 @click.option("--block-size", type=AT_LEAST_1, help="Tokens per block.  [default: the trace's own, or 16]")
 @click.option("--capacity", type=AT_LEAST_0, default=0, help="Blocks of an LRU cache; 0 never evicts.")
 @click.option("--insert", type=click.Choice(["prompt", "prompt+output"]), default="prompt", show_default=True)
-@COMMON
-@TOKENIZER
+@trace_options
 @QUIET
 def info(
     file: Path,
     block_size: int | None,
     capacity: int,
     insert: Any,
-    common_prefix: bool,
-    tokenizer: str,
+    open_file: Opener,
     quiet: bool,
 ) -> None:
-    """Count a trace and its prefix hits, by every definition of the hit rate."""
-    from pagedjax.sim.replay import LRUStore, Unbounded, replay
+    """Count a trace and its prefix hits, by every definition of the hit rate.
 
-    trace = open_with(file, tokenizer, common_prefix)
+    Needs at most 24 bytes of memory for each block of a prompt, and nothing for a request.
+    """
+    trace = open_file(file)
     size = block_size or (trace.granularity if trace.granularity > 1 else 16)
-    outputs, last = 0, 0.0
-
-    def watched(items: Iterable[Any]) -> Iterator[Any]:
-        nonlocal outputs, last
-        for item in requests_bar("replay", quiet)(items):
-            outputs += item.num_output
-            last = item.arrival_s
-            yield item
-
-    store = LRUStore(capacity) if capacity else Unbounded()
-    counts = replay(trace, size, store, insert=insert, progress=watched)
+    seen = Seen()
+    counts = _counts(trace, size, insert, capacity, seen.watching(requests_bar("read", quiet)), quiet)
     if not counts.requests:
         raise click.UsageError(f"{file}: holds no request; give a trace with at least one")
-    print(f"trace             {trace.name} ({trace.format}, {trace.granularity or 'no'} tokens per id)")
+    unit = f"{trace.granularity} tokens per id" if trace.granularity else "lengths alone"
+    print(f"trace             {trace.name} ({trace.format}, {unit})")
     print(f"sha256            {trace.digest()}")
-    print(f"requests          {counts.requests:,} over {last:,.1f} s")
+    span = f"over {seen.last_s:,.1f} s" if trace.timed else "without times"
+    print(f"requests          {counts.requests:,} {span}")
+    if seen.unanswered:
+        print(f"without an answer {seen.unanswered:,} of them (0 output tokens)")
     print(
-        f"tokens            {counts.tokens / counts.requests:,.1f} in, {outputs / counts.requests:,.1f} out (means)"
+        f"tokens            {counts.tokens / counts.requests:,.1f} in, "
+        f"{seen.outputs / counts.requests:,.1f} out (means)"
     )
     print(f"blocks of {size:<7} {counts.blocks:,}, of which full {counts.full_blocks:,}")
+    if not counts.identified:
+        print("hit rate          unknown: the file says nothing of which prefixes are equal")
+        return
     print(
         f"cache             {f'LRU, {capacity:,} blocks' if capacity else 'never evicts'}, {insert} inserted at arrival"
     )
@@ -143,6 +108,60 @@ def info(
     print(f"  mean of requests {counts.mean_per_request:.4f}  (token ratios)")
     print("hit rate under the engine's rules (full blocks, last token computed):")
     print(f"  by token        {counts.by_engine:.4f}")
+
+
+@dataclass
+class Seen:
+    """What passes by while a trace is read.
+
+    Attributes:
+        outputs / unanswered / last_s: Answers' tokens; requests with none; the last arrival.
+    """
+
+    outputs: int = 0
+    unanswered: int = 0
+    last_s: float = 0.0
+
+    def watching(
+        self, bar: Callable[[Iterable[Any]], Iterator[Any]]
+    ) -> Callable[[Iterable[Any]], Iterator[Any]]:
+        """`bar`, with an eye on what goes through it."""
+
+        def wrap(items: Iterable[Any]) -> Iterator[Any]:
+            for item in bar(items):
+                self.outputs += item.num_output
+                self.unanswered += item.num_output == 0
+                self.last_s = item.arrival_s
+                yield item
+
+        return wrap
+
+
+def _counts(
+    trace: Trace, size: int, insert: Any, capacity: int, progress: Callable[[Iterable[Any]], Any], quiet: bool
+) -> HitCounts:
+    """Hits of a trace; of one without identity only what there is to count."""
+    from pagedjax.sim.curve import count_hits
+    from pagedjax.sim.references import load_references
+    from pagedjax.sim.replay import HitCounts
+
+    if not trace.granularity:
+        counts = HitCounts(identified=False)
+        for request in progress(trace):
+            counts.add(-(-request.num_input // size), 0, request.num_input, size)
+        return counts
+    refs = load_references(trace, size, insert=insert, progress=progress)
+    announce(len(refs.keys), quiet)
+    return count_hits(refs, capacity or math.inf)
+
+
+def announce(num_references: int, quiet: bool) -> None:
+    """Say beforehand what counting so many references takes, where it is much."""
+    from pagedjax.sim.references import PEAK_BYTES
+
+    if num_references > 10_000_000 and not quiet:
+        most = num_references * PEAK_BYTES / 1e9
+        print(f"{num_references:,} block references: at most {most:,.1f} GB of memory", file=sys.stderr)
 
 
 @command.command("make")
@@ -167,6 +186,7 @@ def make(
     import inspect
 
     from pagedjax.sim.synth import GENERATORS, Arrivals
+    from pagedjax.sim.trace import write_trace
 
     if kind not in GENERATORS:
         raise click.BadParameter(f"{kind}: must be one of {', '.join(GENERATORS)}")
@@ -184,17 +204,48 @@ def make(
         except (ValueError, KeyError):
             raise click.BadParameter(f"--set {setting}: must be {_KINDS[kind_of]}") from None
     trace = GENERATORS[kind](**arguments, seed=seed, arrivals=Arrivals(rate, burst))
-    write_whole(out, requests_bar("write", quiet)(trace), granularity=1, tail_ids=True)
+    requests = requests_bar("write", quiet)(trace)
+    write_whole(out, lambda part: write_trace(part, requests, granularity=1, tail_ids=True))
 
 
 @command.command("convert")
 @FILE
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-@COMMON
-@TOKENIZER
+@click.option(
+    "--anonymise",
+    type=click.Choice(["mooncake", "bailian"]),
+    help="Write lengths, times and salted block ids only, in this form: 512 or 16 tokens an id.",
+)
+@click.option(
+    "--salt", help="With --anonymise: equal salts give equal ids.  [default: drawn anew, told to nobody]"
+)
+@trace_options
 @QUIET
-def convert(file: Path, out: Path, common_prefix: bool, tokenizer: str, quiet: bool) -> None:
-    """Rewrite a trace: text becomes token ids, agentic sessions become Mooncake's flat form."""
-    trace = open_with(file, tokenizer, common_prefix)
-    requests = requests_bar("write", quiet)(trace)
-    write_whole(out, requests, granularity=trace.granularity, tail_ids=trace.tail_ids)
+def convert(
+    file: Path,
+    out: Path,
+    anonymise: str | None,
+    salt: str | None,
+    open_file: Opener,
+    quiet: bool,
+) -> None:
+    """Rewrite a trace: text becomes token ids, agentic sessions become Mooncake's flat form.
+
+    What is written says nothing of texts but their tokens; with --anonymise not even those.
+    """
+    from pagedjax.sim.trace import anonymous, write_anonymous, write_trace
+
+    if salt is not None and anonymise is None:
+        raise click.UsageError("--salt: has an effect with --anonymise only; leave it out")
+    trace = open_file(file)
+    bar = requests_bar("write", quiet)
+    if anonymise is None:
+        write_whole(
+            out,
+            lambda part: write_trace(
+                part, bar(trace), granularity=trace.granularity, tail_ids=trace.tail_ids
+            ),
+        )
+        return
+    hidden = anonymous(trace, anonymise, salt=(salt or "").encode())
+    write_whole(out, lambda part: write_anonymous(part, hidden, anonymise, progress=bar))

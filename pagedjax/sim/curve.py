@@ -9,104 +9,76 @@ a reference counts the largest distance among itself and the blocks before it in
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pagedjax.sim.replay import BlockKeys, Progress
+from pagedjax.sim.references import (
+    ASKED,
+    CHUNK,
+    FIRST,
+    Ranks,
+    References,
+    booked,
+    load_references,
+    mirror,
+    next_uses,
+    previous_touches,
+)
+from pagedjax.sim.replay import HitCounts, Progress
 from pagedjax.sim.trace import Trace
 
 NEVER = np.iinfo(np.int64).max  # stack distance of a block that was never seen before
 
 
-@dataclass(frozen=True)
-class References:
-    """A whole trace as arrays: request r owns references start[r] : start[r + 1].
-
-    Attributes:
-        keys: i64[n] dense block numbers 0 … distinct-1, prompts in order, head first.
-        start: i64[requests + 1].
-        sizes: i32[n] tokens in each block (tails are short).
-        num_input: i64[requests] prompt tokens.
-        block_size: Tokens per block.
-    """
-
-    keys: np.ndarray
-    start: np.ndarray
-    sizes: np.ndarray
-    num_input: np.ndarray
-    block_size: int
-
-    @property
-    def num_distinct(self) -> int:
-        return int(self.keys.max()) + 1 if len(self.keys) else 0
-
-    @property
-    def request_of(self) -> np.ndarray:
-        """i64[n]: the request of each reference."""
-        return np.repeat(np.arange(len(self.num_input)), np.diff(self.start))
-
-
-def load_references(trace: Trace, block_size: int, *, progress: Progress = iter) -> References:
-    """Read a trace's prompt blocks into arrays (16 to 20 bytes a reference).
-
-    Raises:
-        ValueError: A request holds a block twice: chained ids cannot repeat.
-    """
-    keyer = BlockKeys(trace, block_size)
-    parts, counts, inputs = [], [], []
-    for number, request in enumerate(progress(trace)):
-        keys = keyer.refs(request).lookup
-        parts.append(keys)
-        counts.append(len(keys))
-        inputs.append(request.num_input)
-        if len(keys) > 1 and len(np.unique(keys)) != len(keys):
-            raise ValueError(
-                f"request {number}: holds a block id twice; ids must be chained, prefix by prefix"
-            )
-    start = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=start[1:])
-    num_input = np.array(inputs, dtype=np.int64)
-    sizes = np.full(int(start[-1]), block_size, dtype=np.int32)
-    tails = num_input - (np.diff(start) - 1) * block_size
-    held = np.diff(start) > 0
-    sizes[start[1:][held] - 1] = np.minimum(tails[held], block_size)
-    raw = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    _, keys = np.unique(raw, return_inverse=True)
-    return References(keys.astype(np.int64), start, sizes, num_input, block_size)
-
-
 def stack_distances(refs: References) -> np.ndarray:
-    """i64[n] LRU stack distance of each reference at its request's arrival; NEVER on first sight.
+    """i64[n] LRU stack distance of each reference at its request's arrival; NEVER on first sight."""
+    parts = [depth for _, _, depth in _distances(refs)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _distances(refs: References) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(from, to, i64 distances) of one chunk of references after another.
 
     In touch order (each request tail first) let p(i) be the time the block of access i was last touched.
     Its distance is the number of blocks touched since, itself included: accesses at or after p(i) and
     before the request, less those whose block comes again before the request. The latter are pairs
-    (p(j), j) with p(j) >= p(i) and j before the request: an inversion count, taken bit by bit on ranks.
+    (p(j), j) with p(j) >= p(i) and j before the request: of earlier chunks a rank in a set of all p(j),
+    inside the chunk an inversion count, taken bit by bit on ranks.
     """
-    n = len(refs.keys)
-    request = refs.request_of
-    head = refs.start[request]
-    # Position of each reference in touch order: its request's span, mirrored.
-    when = head + refs.start[request + 1] - 1 - np.arange(n)
-    touched = np.empty(n, dtype=np.int64)
-    touched[when] = refs.keys
-    order = np.argsort(touched, kind="stable")
-    same = touched[order[1:]] == touched[order[:-1]]
-    previous = np.full(n, -1, dtype=np.int64)
-    previous[order[1:][same]] = order[:-1][same]
+    previous = previous_touches(refs)
+    again = Ranks(len(previous))
+    for start, end in refs.chunks():
+        places, begins = mirror(refs.flags[start:end] & FIRST)
+        last = previous[start:end].astype(np.int64)  # in touch order
+        known = np.flatnonzero(last >= 0)
+        # A request's first touch time equals its first reference's position, in both orders.
+        head = begins[known] + start
+        # Within a request ascend by last touch, so that no pair inside it counts as an inversion.
+        by_request = np.lexsort((last[known], head))
+        known, head = known[by_request], head[by_request]
+        touched = last[known]
+        repeats = again.count - again.below(touched)
+        repeats += _earlier_and_greater(np.argsort(np.argsort(touched, kind="stable"), kind="stable"))
+        again.add(touched)
+        distances = np.full(end - start, NEVER, dtype=np.int64)
+        distances[known] = head - touched - repeats
+        yield start, end, distances[places]
 
-    again = np.flatnonzero(previous >= 0)
-    last = previous[again]
-    begins = head[again]  # a request's first touch time equals its first reference's position
-    # Within a request ascend by last touch, so that no pair inside it counts as an inversion.
-    by_request = np.lexsort((last, begins))
-    again, last, begins = again[by_request], last[by_request], begins[by_request]
-    repeats = _earlier_and_greater(np.argsort(np.argsort(last, kind="stable"), kind="stable"))
-    distances = np.full(n, NEVER, dtype=np.int64)
-    distances[again] = begins - last - repeats
-    return distances[when]
+
+def _depths(refs: References) -> Iterator[tuple[int, int, np.ndarray]]:
+    """The same with the largest distance so far in each request: what a contiguous prefix needs."""
+    for start, end, depth in _distances(refs):
+        first = (refs.flags[start:end] & FIRST) > 0
+        # True prefix chains touched tail first already ascend; only ids that are no chain need the loop.
+        falls = np.flatnonzero(~first[1:] & (depth[1:] < depth[:-1])) + 1
+        heads = np.append(np.flatnonzero(first), end - start)
+        for at in np.unique(np.searchsorted(heads, falls, side="right") - 1).tolist():
+            span = slice(heads[at], heads[at + 1])
+            np.maximum.accumulate(depth[span], out=depth[span])
+        yield start, end, depth
 
 
 def _earlier_and_greater(ranks: np.ndarray) -> np.ndarray:
@@ -130,13 +102,29 @@ def _earlier_and_greater(ranks: np.ndarray) -> np.ndarray:
     return counts
 
 
+def count_hits(refs: References, capacity: float = math.inf) -> HitCounts:
+    """Hits of an LRU cache of `capacity` blocks by every definition; `math.inf` never evicts."""
+    counts = replace(refs.totals)
+    if capacity == math.inf:
+        previous = previous_touches(refs)
+        for start, end in refs.chunks():
+            places, _ = mirror(refs.flags[start:end] & FIRST)
+            booked(refs, start, end, previous[start:end][places] >= 0, counts)
+        return counts
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}: must be at least 1 block")
+    for start, end, depth in _depths(refs):
+        booked(refs, start, end, depth <= capacity, counts)
+    return counts
+
+
 @dataclass(frozen=True)
 class Curve:
     """Hits of a prefix-aware LRU cache at every capacity.
 
     Attributes:
-        capacities: i64[k] ascending; the hit count changes only there.
-        hit_blocks / hit_full_blocks / hit_tokens: i64[k] at these capacities.
+        capacities: i32[k] ascending; the hit count changes only there.
+        hit_blocks / hit_full_blocks / hit_tokens: i32[k], i32[k], i64[k] at these capacities.
         blocks / full_blocks / tokens: Denominators.
     """
 
@@ -168,38 +156,56 @@ class Curve:
         """Hit blocks."""
         return self._at(self.hit_blocks, capacity)
 
+    def smallest(self, share: float) -> int:
+        """Blocks of the smallest cache that hits at least `share` of what one without end hits, by token."""
+        if not len(self.hit_tokens):
+            return 0
+        return int(
+            self.capacities[np.searchsorted(self.hit_tokens, share * self.hit_tokens[-1], side="left")]
+        )
+
 
 def lru_curve(refs: References) -> Curve:
-    """Hit ratio of LRU at all capacities, contiguous prefixes only, in one pass."""
-    depth = stack_distances(refs)
-    _running_maximum(depth, refs)
-    known = depth != NEVER
-    order = np.argsort(depth[known], kind="stable")
-    sorted_depth = depth[known][order]
-    full = refs.sizes[known][order] == refs.block_size
-    last = np.flatnonzero(np.diff(sorted_depth, append=-1))
-    return Curve(
-        capacities=sorted_depth[last],
-        hit_blocks=last + 1,
-        hit_full_blocks=np.cumsum(full)[last],
-        hit_tokens=np.cumsum(refs.sizes[known][order], dtype=np.int64)[last],
-        blocks=len(refs.keys),
-        full_blocks=int((refs.sizes == refs.block_size).sum()),
-        tokens=int(refs.num_input.sum()),
-    )
+    """Hit ratio of LRU at all capacities, contiguous prefixes only, in one pass.
 
-
-def _running_maximum(depth: np.ndarray, refs: References) -> None:
-    """Replace each distance by the largest up to it in its request, in place.
-
-    True prefix chains touched tail first already ascend; only ids that are no chain need the loop.
+    Blocks that come again are few, or the different ones are: counts are kept by reference or by distance, whichever
+    takes less.
     """
-    inner = np.ones(len(depth), dtype=bool)
-    inner[refs.start[:-1][np.diff(refs.start) > 0]] = False
-    falls = np.flatnonzero(inner[1:] & (depth[1:] < depth[:-1])) + 1
-    for request in np.unique(refs.request_of[falls]):
-        span = slice(refs.start[request], refs.start[request + 1])
-        np.maximum.accumulate(depth[span], out=depth[span])
+    by_distance = 2 * refs.num_distinct <= len(refs.keys)
+    blocks = full = tokens = np.empty(0, np.int64)
+    codes: list[np.ndarray] = []
+    for start, end, depth in _depths(refs):
+        if by_distance and not len(blocks):  # only now: before, last touches were being found
+            size = refs.num_distinct + 1
+            blocks, full = np.zeros(size, np.int32), np.zeros(size, np.int32)
+            tokens = np.zeros(size, np.int64)
+        known = (depth != NEVER) & ((refs.flags[start:end] & ASKED) > 0)
+        at = depth[known]
+        sizes = refs.sizes[start:end][known].astype(np.int64)
+        if by_distance:
+            np.add.at(blocks, at, 1)
+            np.add.at(full, at, (sizes >= refs.block_size).astype(np.int32))
+            np.add.at(tokens, at, np.minimum(sizes, refs.block_size))
+        else:
+            codes.append(at << 32 | sizes)
+    totals = refs.totals
+    denominators = totals.blocks, totals.full_blocks, totals.tokens
+    if by_distance:
+        some = np.flatnonzero(blocks).astype(np.int32)
+        sums = [np.cumsum(count[some], dtype=count.dtype) for count in (blocks, full, tokens)]
+        return Curve(some, sums[0], sums[1], sums[2], *denominators)
+    held = np.concatenate(codes) if codes else np.empty(0, np.int64)
+    codes.clear()
+    held.sort()
+    last = np.flatnonzero(np.diff(held >> 32, append=-1)).astype(np.int32)
+    sizes = held & 0xFFFFFFFF
+    return Curve(
+        (held[last] >> 32).astype(np.int32),
+        last + np.int32(1),
+        np.cumsum(sizes >= refs.block_size, dtype=np.int32)[last],
+        np.cumsum(np.minimum(sizes, refs.block_size), dtype=np.int64)[last],
+        *denominators,
+    )
 
 
 def belady_bound(refs: References, capacity: int) -> int:
@@ -214,31 +220,34 @@ def belady_bound(refs: References, capacity: int) -> int:
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: must be at least 1 block")
     n = len(refs.keys)
-    following = np.full(n, n, dtype=np.int64)
-    order = np.argsort(refs.keys, kind="stable")
-    same = refs.keys[order[1:]] == refs.keys[order[:-1]]
-    following[order[:-1][same]] = order[1:][same]
+    following = next_uses(refs)
     held: dict[int, int] = {}  # block → its next use
     farthest: list[tuple[int, int]] = []  # heap of (-next use, block); stale entries are skipped
     hits = 0
-    for key, nxt in zip(refs.keys.tolist(), following.tolist()):
-        if key in held:
-            hits += 1
-            del held[key]
-        if nxt == n:
-            continue  # never used again: not worth a place
-        if len(held) >= capacity:
-            while True:
-                when, victim = farthest[0]
-                if held.get(victim) == -when:
-                    break
+    for at in range(0, n, CHUNK):
+        keys, coming = refs.keys[at : at + CHUNK].tolist(), following[at : at + CHUNK].tolist()
+        asked = ((refs.flags[at : at + CHUNK] & ASKED) > 0).tolist()
+        for key, nxt, looked_up in zip(keys, coming, asked):
+            if key in held:
+                hits += looked_up
+                del held[key]
+            if nxt == n:
+                continue  # never used again: not worth a place
+            if len(held) >= capacity:
+                while True:
+                    when, victim = farthest[0]
+                    if held.get(victim) == -when:
+                        break
+                    heapq.heappop(farthest)
+                if -when < nxt:
+                    continue
                 heapq.heappop(farthest)
-            if -when < nxt:
-                continue
-            heapq.heappop(farthest)
-            del held[victim]
-        held[key] = nxt
-        heapq.heappush(farthest, (-nxt, key))
+                del held[victim]
+            held[key] = nxt
+            heapq.heappush(farthest, (-nxt, key))
+            if len(farthest) > 2 * len(held) + 1000:  # stale entries of near uses never come to the top
+                farthest = [(-when, block) for block, when in held.items()]
+                heapq.heapify(farthest)
     return hits
 
 

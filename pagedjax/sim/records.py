@@ -38,11 +38,17 @@ class TraceError(ValueError):
 
 def fail(path: Path, line: int, got: str, rule: str) -> NoReturn:
     """Raise TraceError: file, line, what was got and the rule it breaks."""
-    raise TraceError(f"{path}:{line}: {got}: {rule}")
+    message = " ".join(f"{got}: {rule}".split())  # what was got may hold line breaks
+    raise TraceError(f"{path}:{line}: {message}")
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered, non-blank lines of a plain, .gz or .xz file.
+def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a plain, .gz or .xz file.
+
+    Args:
+        path: The file.
+        most: Hand longer lines out in pieces of so many characters; -1: whole.
+        blank: Blank lines, too.
 
     Raises:
         TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
@@ -50,11 +56,11 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     opener = OPENERS.get(path.suffix, open)
     number = 0
-    seen = False
+    seen, begins = False, True
     with opener(path, "rt", encoding="utf-8-sig") as file:
         while True:
             try:
-                text = file.readline()
+                text = file.readline(most)
             except EOFError:
                 fail(
                     path,
@@ -73,9 +79,10 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 fail(path, number + 1 + before, got, "must be UTF-8 text; convert it first")
             if not text:
                 break
-            number += 1
-            if text.strip():
-                seen = True
+            number += begins
+            begins = text.endswith("\n")
+            if blank or text.strip():
+                seen = seen or bool(text.strip())
                 yield number, text
     if not seen:
         fail(path, number or 1, "no line holds a record", "must hold at least one")

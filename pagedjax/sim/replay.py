@@ -43,7 +43,8 @@ class BlockKeys:
 
     Equal keys mean equal prefixes up to the end of that block. Token ids are chained through blake2b and
     cut to 64 bits (for 10^8 different blocks, one false match has probability 3e-4); granule ids are
-    subdivided arithmetically, so no token is ever made up; without identity every block is new.
+    subdivided arithmetically (hashed where the product leaves 64 bits), so no token is ever made up; without
+    identity every block is new.
 
     Args:
         trace: Whose requests follow.
@@ -89,7 +90,13 @@ class BlockKeys:
         assert ids is not None
         if self._parts == 1:
             return ids
-        keys = (ids[:, None] * self._parts + np.arange(self._parts)).reshape(-1)
+        parts = np.arange(self._parts)
+        keys = ids[:, None] * self._parts + parts
+        far = np.flatnonzero(np.abs(ids) >= 2**62 // self._parts)
+        if len(far):
+            # The product would wrap: such an id and its part are mixed into 64 bits, as token ids are.
+            keys[far] = [[_key(_link(b"%d" % i, b"/%d" % part)) for part in parts] for i in ids[far].tolist()]
+        keys = keys.reshape(-1)
         if self._tail_ids:
             keys = keys[: -(-request.num_input // self.block_size)]
         return keys
@@ -148,6 +155,7 @@ class HitCounts:
         token_ratios: Sum over requests of hit tokens over prompt tokens.
         engine_tokens: Hit tokens under this engine's rules: full blocks, and at least the last prompt
             token is computed.
+        identified: The trace says which prefixes are equal; else hits are unknown, and every share is nan.
     """
 
     requests: int = 0
@@ -159,6 +167,7 @@ class HitCounts:
     hit_tokens: int = 0
     token_ratios: float = 0.0
     engine_tokens: int = 0
+    identified: bool = True
 
     def add(self, num_blocks: int, hit: int, num_input: int, block_size: int) -> None:
         """Book one request of which the first `hit` blocks were found."""
@@ -174,30 +183,35 @@ class HitCounts:
         self.token_ratios += hit_tokens / num_input
         self.engine_tokens += min(hit, (num_input - 1) // block_size) * block_size
 
+    def _share(self, part: float, whole: float) -> float:
+        if not self.identified:
+            return float("nan")
+        return part / whole if whole else 0.0
+
     @property
     def by_block(self) -> float:
         """Hit blocks over blocks, partly filled tails counted on both sides."""
-        return self.hit_blocks / self.blocks if self.blocks else 0.0
+        return self._share(self.hit_blocks, self.blocks)
 
     @property
     def by_full_block(self) -> float:
         """Hit full blocks over full blocks."""
-        return self.hit_full_blocks / self.full_blocks if self.full_blocks else 0.0
+        return self._share(self.hit_full_blocks, self.full_blocks)
 
     @property
     def by_token(self) -> float:
         """Hit tokens over prompt tokens."""
-        return self.hit_tokens / self.tokens if self.tokens else 0.0
+        return self._share(self.hit_tokens, self.tokens)
 
     @property
     def mean_per_request(self) -> float:
         """Mean over requests of hit tokens over prompt tokens."""
-        return self.token_ratios / self.requests if self.requests else 0.0
+        return self._share(self.token_ratios, self.requests)
 
     @property
     def by_engine(self) -> float:
         """Tokens that this engine would not compute over prompt tokens."""
-        return self.engine_tokens / self.tokens if self.tokens else 0.0
+        return self._share(self.engine_tokens, self.tokens)
 
 
 class BlockStore(Protocol):
@@ -368,7 +382,7 @@ def replay(
         progress: Wraps the stream of requests, for a progress bar.
     """
     keys = BlockKeys(trace, block_size, insert)
-    counts = HitCounts()
+    counts = HitCounts(identified=trace.granularity > 0)
     for request in progress(trace):
         lookup, inserted, num_input = keys.refs(request)
         counts.add(len(lookup), store.hits(lookup), num_input, block_size)

@@ -186,3 +186,53 @@ def test_a_reader_that_leaves_is_no_error(files: Path, args: list[str]) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
+def test_a_models_tokenizer_and_template_make_the_tokens(
+    tmp_path: Path, smollm_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"messages": [{"role": "user", "content": "hi"}], "created": 1_700_000_000}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(said) + "\n")
+    lengths = {}
+    for name, options in {
+        "model": ["--tokenizer", "smollm2-135m"],
+        "plain": ["--tokenizer", "smollm2-135m", "--chat-template", "plain"],
+        "bytes": [],
+    }.items():
+        assert (
+            main(["trace", "convert", str(tmp_path / "chat.jsonl"), str(tmp_path / "t.jsonl"), *options]) == 0
+        )
+        lengths[name] = len(json.loads((tmp_path / "t.jsonl").read_text())["token_ids"])
+    # The model's template puts its system message in front; ChatML's marks are one token each there.
+    assert lengths["bytes"] == len("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert lengths["plain"] < 10 < lengths["model"] < lengths["bytes"]
+    assert main(["trace", "info", str(tmp_path / "chat.jsonl"), "--chat-template", "model"]) == 2
+    assert "--tokenizer bytes has none; take chatml or plain" in capsys.readouterr().err
+
+
+def test_convert_hides_what_was_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "p.jsonl").write_text(json.dumps({"prompt": "secret " * 9, "user": "ann"}) + "\n")
+    assert main(["trace", "convert", "p.jsonl", "out.jsonl", "--anonymise", "bailian", "--salt", "x"]) == 0
+    text = (files / "out.jsonl").read_text()
+    assert "secret" not in text and "ann" not in text and len(json.loads(text)["hash_ids"]) == 4
+    assert main(["trace", "convert", "p.jsonl", "out.jsonl", "--salt", "x"]) == 2
+    assert "--salt: has an effect with --anonymise only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["trace info", "curve", "fleet"])
+def test_all_commands_read_with_one_set_of_options(files: Path, command: str) -> None:
+    (files / "q.csv").write_text("q,at\nabcabcabcabcabcabc,5\nabcabcabcabcabcabc,7\n")
+    options = ["--column", "prompt=q", "--column", "time=at", "--time-unit", "ms", "--sample", "1", "--quiet"]
+    assert main([*command.split(), "q.csv", *options]) == 0
+
+
+def test_F081_hits_of_lengths_are_unknown_not_0(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    (files / "l.json").write_text('[{"L_gt": 5}]')
+    for name in ("a.csv", "l.json"):
+        assert main(["trace", "info", name]) == 0
+        out = capsys.readouterr().out
+        assert "hit rate          unknown" in out and "0.0000" not in out
+        assert main(["curve", name]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "no identity of prefixes, so its hits are unknown" in err

@@ -1,6 +1,9 @@
 """Hit counts and curves against brute force, and against figures measured on the shared traces."""
 
 import math
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +17,15 @@ from pagedjax.sim.curve import (
     NEVER,
     _earlier_and_greater,
     belady_bound,
+    count_hits,
     load_references,
     lru_curve,
     stack_distances,
 )
+from pagedjax.sim.references import PEAK_BYTES, References, next_uses, replay_references
 from pagedjax.sim.replay import BlockKeys, LRUStore, PolicyStore, Unbounded, chain_keys, future_of, replay
 from pagedjax.sim.synth import chat, document_questions
-from pagedjax.sim.trace import Trace, TraceRequest, open_trace, read_agentic
+from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 
 CAPACITIES = (1, 3, 17, 100, 1000)
 
@@ -158,10 +163,21 @@ def test_granules_divide_as_their_tokens_would(block_size: int) -> None:
         assert ours.engine_tokens == theirs.engine_tokens
 
 
-def test_lengths_alone_never_hit() -> None:
+def test_F081_hits_of_lengths_alone_are_unknown() -> None:
     rows = [TraceRequest(0.0, 100, 5) for _ in range(4)]
-    counts = replay(Trace("l", "lengths", 0, False, lambda: iter(rows)), 16, Unbounded())
-    assert (counts.blocks, counts.hit_blocks, counts.by_token) == (28, 0, 0.0)
+    trace = Trace("l", "lengths", 0, False, lambda: iter(rows))
+    counts = replay(trace, 16, Unbounded())
+    assert counts.blocks == 28
+    for share in (
+        counts.by_block,
+        counts.by_full_block,
+        counts.by_token,
+        counts.mean_per_request,
+        counts.by_engine,
+    ):
+        assert math.isnan(share)
+    with pytest.raises(ValueError, match="no identity of prefixes, so its hits are unknown"):
+        load_references(trace, 16)
 
 
 def test_last_token_is_computed_under_the_engines_rules() -> None:
@@ -221,11 +237,11 @@ def test_sharegpt_hit_rates_by_block_size(data_dir: Path, tokenizer: str) -> Non
 
 def test_agentic_subset_hit_rate_within_sessions(data_dir: Path) -> None:
     path = data_dir / "data/traces/agentic_coding_64tok_sub68.jsonl.xz"
-    own = replay(read_agentic(path), 64, Unbounded())
+    own = replay(open_trace(path), 64, Unbounded())
     assert own.requests == 4842 and round(own.blocks / 1e6, 1) == 8.8
     assert round(own.by_block, 4) == 0.9612
     few, shared = (
-        replay(read_agentic(path, common_prefix=c).head(300), 64, Unbounded()) for c in (False, True)
+        replay(open_trace(path, common_prefix=c).head(300), 64, Unbounded()) for c in (False, True)
     )
     assert shared.hit_blocks > few.hit_blocks
 
@@ -279,3 +295,98 @@ def test_curves_cover_block_sizes() -> None:
         assert [curve.hits(c) for c in CAPACITIES] == [
             replay(trace, size, LRUStore(c)).hit_blocks for c in CAPACITIES
         ]
+
+
+def _many(form: str, requests: int, blocks: int, different: int) -> Trace:
+    """`different` prompts of `blocks` blocks (512 tokens by id, 8 by token), drawn with repetition."""
+
+    def source() -> Iterator[TraceRequest]:
+        rng = np.random.default_rng(1)
+        for i in range(requests):
+            number = int(rng.integers(different))
+            if form == "ids":
+                ids = np.arange(number * blocks, number * blocks + blocks)
+                yield TraceRequest(float(i), 512 * blocks, 1, granule_ids=ids)
+            else:
+                tokens = np.arange(number, number + 8 * blocks, dtype=np.int32)
+                yield TraceRequest(float(i), 8 * blocks, 1, token_ids=tokens)
+
+    return Trace(form, "generated", 512 if form == "ids" else 1, True, source)
+
+
+def _small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("pagedjax.sim.references.CHUNK", size)
+    monkeypatch.setattr("pagedjax.sim.curve.CHUNK", size)
+    monkeypatch.setattr(References.chunks, "__defaults__", (size,))
+
+
+@pytest.mark.parametrize(
+    ("form", "requests", "blocks", "different"),
+    [("ids", 1_000, 60, 300), ("ids", 3_000, 9, 10**7), ("ids", 8_000, 1, 10**7), ("tokens", 1_500, 20, 700)],
+)
+def test_F090_at_most_24_bytes_a_reference_in_every_form_and_none_a_request(
+    form: str, requests: int, blocks: int, different: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _small_chunks(monkeypatch, 256)
+    trace = _many(form, requests, blocks, different)
+    count = requests * blocks
+    fixed = 100_000  # chunks, whatever the trace's size
+    tracemalloc.start()
+    try:
+        refs = load_references(trace, 512 if form == "ids" else 8)
+        for work in (lru_curve, count_hits, lambda refs: count_hits(refs, 1000), next_uses):
+            work(refs)
+        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES * count + fixed
+        assert tracemalloc.get_traced_memory()[0] < 8 * count + fixed
+    finally:
+        tracemalloc.stop()
+    assert PEAK_BYTES == 24
+
+
+def test_F090_a_trace_is_read_once_for_all_capacities_and_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pagedjax.cli import main
+    from pagedjax.sim.trace import rows, write_trace
+
+    path = tmp_path / "t.jsonl"
+    write_trace(path, chat(10, seed=1), granularity=1, tail_ids=True)
+    opened = []
+    lines = rows.records
+    monkeypatch.setattr(rows, "records", lambda path: opened.append(path) or lines(path))
+    arguments = ["curve", str(path), *("--capacity", "8", "--capacity", "50", "--capacity", "90")]
+    assert main([*arguments, "--policy", "lru", "--policy", "fifo", "--policy", "lfu", "--bound"]) == 0
+    assert len(opened) == 2  # the first row, and one pass
+    for row in capsys.readouterr().out.splitlines()[1:]:
+        _, _, lru, _, again, *_ = row.split(",")
+        assert lru == again
+
+
+@pytest.mark.parametrize("insert", ["prompt", "prompt+output"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_counts_of_references_equal_the_replay_by_every_definition(insert: str, block_size: int) -> None:
+    """Also for chains that overlap, prompts shorter than a block, and where a chunk ends."""
+    trace = chat(60, seed=3, user_tokens=9, system_tokens=7, output_tokens=8)
+    refs = load_references(trace, block_size, insert=insert)
+    curve = lru_curve(refs)
+    for capacity in (1, 40, 300, 10**6, math.inf):
+        ours = count_hits(refs, capacity)
+        theirs = replay(
+            trace, block_size, Unbounded() if capacity == math.inf else LRUStore(capacity), insert=insert
+        )
+        assert ours.token_ratios == pytest.approx(theirs.token_ratios)
+        assert replace(ours, token_ratios=0) == replace(theirs, token_ratios=0)
+        assert (curve.by_block(capacity), curve.by_token(capacity)) == (theirs.by_block, theirs.by_token)
+        if capacity < 10**6:
+            again = replay_references(refs, PolicyStore(int(capacity), "lru"))
+            assert replace(again, token_ratios=0) == replace(theirs, token_ratios=0)
+
+
+def test_chunks_end_with_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = _tree_trace(4, 300, 3, 7)
+    whole = load_references(trace, 4)
+    expected = [(c, lru_curve(whole).hits(c), belady_bound(whole, c)) for c in (1, 5, 50, 500)]
+    _small_chunks(monkeypatch, 5)
+    small = load_references(trace, 4)
+    assert all((getattr(small, n) == getattr(whole, n)).all() for n in ("keys", "flags", "sizes"))
+    assert [(c, lru_curve(small).hits(c), belady_bound(small, c)) for c in (1, 5, 50, 500)] == expected

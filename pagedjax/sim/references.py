@@ -1,0 +1,291 @@
+"""A trace's block references in memory: 7 bytes each at rest, at most 24 while they are made, none per request.
+
+Keys become dense numbers; where a request begins and which of its blocks it looks up are bits beside them. What
+counts hits works through them in chunks that end with a request, so that its own arrays stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pagedjax.sim.replay import BlockKeys, BlockStore, HitCounts, Insert, Progress
+from pagedjax.sim.trace import Trace
+
+PEAK_BYTES = 24  # per reference, while they are loaded or counted
+FIRST, ASKED = 1, 2
+CHUNK = 1 << 14
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class References:
+    """A whole trace as arrays, requests in order, each head first.
+
+    Attributes:
+        keys: i32[n] dense block numbers 0 … distinct-1.
+        flags: u8[n] bits: the first of a request; looked up (else only left behind).
+        sizes: u16[n] or u32[n] tokens of each block; of the last that a request looks up, tokens to the prompt's end.
+        block_size: Tokens per block.
+        totals: Requests, blocks, full blocks and tokens, with no hit booked.
+    """
+
+    keys: np.ndarray
+    flags: np.ndarray
+    sizes: np.ndarray
+    block_size: int
+    totals: HitCounts
+
+    @property
+    def num_distinct(self) -> int:
+        return int(self.keys.max()) + 1 if len(self.keys) else 0
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, int]]:
+        """(from, to) of stretches of about `size` references that hold whole requests."""
+        start, n = 0, len(self.keys)
+        while start < n:
+            end = min(start + size, n)
+            while end < n and not self.flags[end] & FIRST:
+                ahead = (self.flags[end : end + CHUNK] & FIRST).argmax()
+                end = end + int(ahead) if ahead else min(end + CHUNK, n)
+            yield start, end
+            start = end
+
+    def requests(self) -> Iterator[tuple[int, int]]:
+        """(from, to) of the references of each request that has any."""
+        for start, end in self.chunks():
+            heads = (np.flatnonzero(self.flags[start:end] & FIRST) + start).tolist()
+            yield from zip(heads, [*heads[1:], end])
+
+
+class _Buffer:
+    """An array that grows by pieces, and lets go of each while it is put together."""
+
+    def __init__(self, dtype: type) -> None:
+        self._dtype = dtype
+        self._full: list[np.ndarray] = []
+        self._piece: np.ndarray = np.empty(CHUNK, dtype)
+        self._used = 0
+
+    def append(self, values: np.ndarray) -> None:
+        while len(values):
+            room = CHUNK - self._used
+            if not room:
+                self._full.append(self._piece)
+                self._piece, self._used = np.empty(CHUNK, self._dtype), 0
+                continue
+            now = values[:room]
+            self._piece[self._used : self._used + len(now)] = now
+            self._used += len(now)
+            values = values[room:]
+
+    def joined(self) -> np.ndarray:
+        self._full.append(self._piece[: self._used])
+        whole: np.ndarray = np.empty(sum(map(len, self._full)), self._dtype)
+        at = 0
+        self._full.reverse()
+        while self._full:
+            piece = self._full.pop()
+            whole[at : at + len(piece)] = piece
+            at += len(piece)
+        return whole
+
+
+def load_references(
+    trace: Trace, block_size: int, *, insert: Insert = "prompt", progress: Progress = iter
+) -> References:
+    """Read a trace's blocks into arrays, once.
+
+    Args:
+        trace: Requests with identity.
+        block_size: Tokens per block.
+        insert: What each request leaves behind.
+        progress: Wraps the stream of requests, for a progress bar.
+
+    Raises:
+        ValueError: The trace has no identity of prefixes, a request holds a block twice (chained ids cannot
+            repeat), or there are more than 2**31 - 1 references.
+    """
+    if not trace.granularity:
+        raise ValueError(
+            f"{trace.name}: holds lengths and no identity of prefixes, so its hits are unknown; give a trace with "
+            "token ids, block ids or text"
+        )
+    keyer = BlockKeys(trace, block_size, insert)
+    small = 2 * (block_size + max(trace.granularity, 1)) < 2**16
+    raw, flags = _Buffer(np.int64), _Buffer(np.uint8)
+    sizes = _Buffer(np.uint16 if small else np.uint32)
+    totals = HitCounts()
+    count = 0
+    for number, request in enumerate(progress(trace)):
+        lookup, held, num_input = keyer.refs(request)
+        totals.add(len(lookup), 0, num_input, block_size)
+        ordered = np.sort(held)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ValueError(
+                f"request {number}: holds a block id twice; ids must be chained, prefix by prefix"
+            )
+        count += len(held)
+        if count > _MOST:
+            raise ValueError(
+                f"{trace.name}: more than {_MOST:,} block references; take a window, a sample or larger blocks"
+            )
+        # With answers, the prompt's cut last block is looked up and never there: it grew on.
+        asked = len(lookup) if insert == "prompt" else num_input // block_size
+        bits = np.zeros(len(held), np.uint8)
+        bits[:asked] = ASKED
+        bits[:1] |= FIRST
+        tokens = np.full(len(held), block_size, np.int64)
+        if asked:
+            tokens[asked - 1] = num_input - (asked - 1) * block_size
+        raw.append(held)
+        flags.append(bits)
+        sizes.append(tokens)
+    return References(_dense(raw.joined()), flags.joined(), sizes.joined(), block_size, totals)
+
+
+def _dense(raw: np.ndarray) -> np.ndarray:
+    """i32[n]: the rank of each value among the distinct ones; `raw` is overwritten."""
+    order = np.argsort(raw)
+    seen, before, places = -1, None, order
+    for at in range(0, len(raw), CHUNK):
+        places = order[at : at + CHUNK]
+        values = raw[places]
+        new = np.empty(len(values), bool)
+        new[0] = before is None or values[0] != before
+        new[1:] = values[1:] != values[:-1]
+        ranks = seen + np.cumsum(new)
+        raw[places] = ranks  # each place is read once, here
+        seen, before = int(ranks[-1]), values[-1]
+    del order, places  # a view would hold it
+    return raw.astype(np.int32)
+
+
+def mirror(first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a chunk: i64[n] place of each reference when every request is turned round, and its request's start."""
+    n = len(first)
+    starts = np.flatnonzero(first)
+    request = np.cumsum(first) - 1
+    ends = np.append(starts[1:], n)
+    begins = starts[request]
+    return begins + ends[request] - 1 - np.arange(n), begins
+
+
+def _neighbours(refs: References, *, touched: bool, following: bool) -> np.ndarray:
+    """i32[n]: when each reference's block was used before, or is used next; -1 or n where never.
+
+    Time is the reference's number, or with `touched` its place in touch order (each request tail first).
+    """
+    n = len(refs.keys)
+    codes = np.empty(n, np.int64)
+    for start, end in refs.chunks():
+        keys = refs.keys[start:end].astype(np.int64) << 32
+        if touched:
+            places, _ = mirror(refs.flags[start:end] & FIRST)
+            codes[start + places] = keys | (start + places)
+        else:
+            codes[start:end] = keys | np.arange(start, end)
+    codes.sort()
+    found = np.full(n, n if following else -1, np.int32)
+    for at in range(0, n, CHUNK):
+        piece = codes[at : at + CHUNK + 1]
+        same = (piece[1:] >> 32) == (piece[:-1] >> 32)
+        earlier = (piece[:-1] & 0xFFFFFFFF)[same]
+        later = (piece[1:] & 0xFFFFFFFF)[same]
+        if following:
+            found[earlier] = later
+        else:
+            found[later] = earlier
+    return found
+
+
+def previous_touches(refs: References) -> np.ndarray:
+    """i32[n] in touch order: when the block was touched before; -1 on first sight."""
+    return _neighbours(refs, touched=True, following=False)
+
+
+def next_uses(refs: References) -> np.ndarray:
+    """i32[n] in reference order: when the block is used again; n where never."""
+    return _neighbours(refs, touched=False, following=True)
+
+
+class Ranks:
+    """A set of whole numbers below `size` that says how many of it lie below each of many."""
+
+    def __init__(self, size: int) -> None:
+        self._words = np.zeros(size // 64 + 1, np.uint64)
+        self.count = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Put different new numbers in."""
+        bits = np.uint64(1) << (values & 63).astype(np.uint64)
+        np.bitwise_or.at(self._words, values >> 6, bits)
+        self.count += len(values)
+
+    def below(self, values: np.ndarray) -> np.ndarray:
+        """i64[n]: members below each."""
+        counts = np.bitwise_count(self._words)
+        before = np.cumsum(counts, dtype=np.int64) - counts
+        word = values >> 6
+        mask = (np.uint64(1) << (values & 63).astype(np.uint64)) - np.uint64(1)
+        inside: np.ndarray = np.bitwise_count(self._words[word] & mask).astype(np.int64)
+        return before[word] + inside
+
+
+def booked(refs: References, start: int, end: int, hit: np.ndarray, counts: HitCounts) -> None:
+    """Book the leading hits of a chunk's requests.
+
+    Args:
+        refs: Whose chunk.
+        start / end: The chunk.
+        hit: bool[end - start] blocks that are present when they are looked up.
+        counts: Gets them; requests, blocks and tokens are not touched.
+    """
+    flags = refs.flags[start:end]
+    sizes = refs.sizes[start:end].astype(np.int64)
+    heads = np.flatnonzero(flags & FIRST)
+    asked = (flags & ASKED) > 0
+    missed = np.cumsum(asked & ~hit)  # misses up to and with each
+    request = np.cumsum(flags & FIRST) - 1
+    leading = asked & hit & (missed == (missed[heads] - (asked & ~hit)[heads])[request])
+    held = np.minimum(sizes, refs.block_size)
+    num_hits = np.add.reduceat(leading, heads, dtype=np.int64)
+    num_input = np.add.reduceat(np.where(asked, sizes, 0), heads)
+    hit_tokens = np.add.reduceat(np.where(leading, held, 0), heads)
+    some = num_input > 0
+    counts.hit_blocks += int(num_hits.sum())
+    counts.hit_full_blocks += int((leading & (sizes >= refs.block_size)).sum())
+    counts.hit_tokens += int(hit_tokens.sum())
+    counts.token_ratios += float((hit_tokens[some] / num_input[some]).sum())
+    most = np.minimum(num_hits[some], (num_input[some] - 1) // refs.block_size)
+    counts.engine_tokens += int(most.sum()) * refs.block_size
+
+
+def replay_references(
+    refs: References,
+    store: BlockStore,
+    *,
+    progress: Callable[[Iterable[tuple[int, int]]], Iterable[tuple[int, int]]] = iter,
+) -> HitCounts:
+    """The same as `replay` from references in memory: no file is read again.
+
+    Args:
+        refs: Of any trace.
+        store: `LRUStore(capacity)` or another policy's.
+        progress: Wraps the requests' spans, for a progress bar.
+    """
+    counts = replace(refs.totals)
+    spans = iter(progress(refs.requests()))
+    for start, end in refs.chunks():
+        found = np.zeros(end - start, bool)
+        last = start
+        while last < end:
+            first, last = next(spans)
+            keys = refs.keys[first:last]
+            asked = int(((refs.flags[first:last] & ASKED) > 0).sum())
+            found[first - start : first - start + store.hits(keys[:asked])] = True
+            store.touch(keys)
+        booked(refs, start, end, found, counts)
+    return counts

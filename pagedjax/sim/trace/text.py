@@ -1,0 +1,331 @@
+"""Traces of text: prompts, chat logs and batch files, gateway logs, ShareGPT, Alpaca instructions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from pagedjax.sim.records import Fields, parse
+from pagedjax.sim.trace.reading import Source, Times
+from pagedjax.sim.trace.request import Trace, TraceRequest
+
+TIMES = (
+    "arrival_s",
+    "timestamp",
+    "created",
+    "created_at",
+    "time",
+    "ts",
+    "start_time",
+    "TIMESTAMP",
+    "Timestamp",
+)
+TIME_UNITS = {"arrival_s": "s"}
+_COMMON = {
+    "time": TIMES,
+    "input": (),
+    "output": ("num_output", "output_tokens", "completion_tokens", "output_length"),
+    "answer": ("response", "output", "completion", "answer"),
+    "session": ("session", "session_id", "conversation_id"),
+    "group": ("category", "user", "group"),
+}
+
+PROMPT_COLUMNS = {**_COMMON, "prompt": ("prompt", "text")}
+CHAT_COLUMNS = {**_COMMON, "messages": ("messages",), "tools": ("tools",)}
+GATEWAY_COLUMNS = {
+    **_COMMON,
+    "body": ("body", "request_body", "requestBody", "request"),
+    "answer": ("response_body", "responseBody", "response"),
+}
+SHAREGPT_COLUMNS = {"turns": ("conversations", "conversation"), "session": ("id",), "tools": ("tools",)}
+ALPACA_COLUMNS = {
+    "prompt": ("instruction",),
+    "more": ("input",),
+    "answer": ("output",),
+    "group": ("dataset",),
+}
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def chatml(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    """Messages as ChatML, tools as JSON lines in front; ends where the answer begins."""
+    parts = [f"<|im_start|>tools\n{_json(tools)}<|im_end|>\n"] if tools else []
+    for message in messages:
+        calls = f"\n{_json(message['tool_calls'])}" if message.get("tool_calls") else ""
+        parts.append(f"<|im_start|>{message['role']}\n{message['content']}{calls}<|im_end|>\n")
+    return "".join(parts) + "<|im_start|>assistant\n"
+
+
+def plain(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    """Messages as lines `role: content`, tools in front; ends where the answer begins."""
+    parts = [f"tools: {_json(tools)}\n"] if tools else []
+    for message in messages:
+        calls = f" {_json(message['tool_calls'])}" if message.get("tool_calls") else ""
+        parts.append(f"{message['role']}: {message['content']}{calls}\n")
+    return "".join(parts) + "assistant: "
+
+
+TEMPLATES = {"chatml": chatml, "plain": plain}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+class _Texts:
+    """Turns rows of text into requests: one tokenizer, one template, one clock."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._times = Times(source) if "time" in source.columns else None
+        self._encode = source.encode
+        self._chat = source.reading.chat or chatml
+
+    def ids(self, row: Fields, text: str) -> np.ndarray:
+        """i32[n] of a text."""
+        try:
+            return np.array(self._encode(text), dtype=np.int32)
+        except UnicodeEncodeError:
+            row.fail("a lone surrogate", "must be text that UTF-8 can hold")
+
+    def prompt(self, row: Fields, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        """Messages through the template."""
+        try:
+            return self._chat(messages, tools)
+        except ValueError as error:
+            row.fail("messages that the chat template refuses", str(error))
+
+    def request(
+        self,
+        row: Fields,
+        prompt: str | list[int],
+        answer: str,
+        session: str,
+        stated: int | None = None,
+        group: str = "",
+    ) -> TraceRequest:
+        """One request; `stated` tokens of the answer win over its text's, `group` over the row's."""
+        if isinstance(prompt, str):
+            ids = self.ids(row, prompt)
+            if not len(ids):
+                row.fail(f"prompt={prompt!r:.40} without a token", "must hold at least one token")
+        else:
+            ids = Fields(row.path, row.line, {"prompt": prompt}).ids("prompt", np.int32)
+            if not len(ids):
+                row.fail("an empty prompt", "must hold at least one token")
+        source = self.source
+        output = self.ids(row, answer) if answer else None
+        unknown = source.reading.output_tokens if output is None else len(output)
+        if stated is None:
+            stated = row.length(*source.columns.get("output", ()), default=unknown)
+        if output is not None and len(output) != stated:
+            output = None  # cut, or counted by another tokenizer: its ids would not be what was generated
+        return TraceRequest(
+            arrival_s=(self._times.of(row) if self._times else None) or 0.0,
+            num_input=len(ids),
+            num_output=stated,
+            token_ids=ids,
+            output_ids=output,
+            session=session,
+            group=group or (source.text("group", row.record) if "group" in source.columns else ""),
+        )
+
+
+def _trace(source: Source, name: str, requests: Any) -> Trace:
+    def source_of() -> Iterator[TraceRequest]:
+        texts = _Texts(source)
+        for line, record in source.rows():
+            yield from requests(texts, Fields(source.path, line, record))
+
+    source.encode  # noqa: B018  refuses at once where there is no tokenizer
+    timed = "time" in source.columns and source.column("time") is not None
+    return Trace(source.path.name.split(".")[0], name, 1, True, source_of, source.path, timed=timed)
+
+
+def open_prompts(source: Source) -> Trace:
+    """Plain prompts: a column of any table, `prompt` or `text` of JSON lines, lines of a .txt file."""
+
+    def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
+        name = source.column("prompt", row.record)
+        prompt = row.record[name] if name else None
+        if not isinstance(prompt, str):
+            wanted = " or ".join(f"`{n}`" for n in source.columns["prompt"])
+            row.fail(f"fields {sorted(row.record)!r:.300}", f"must hold a non-empty string {wanted}")
+        yield texts.request(row, prompt, _answer(source, row), source.text("session", row.record))
+
+    return _trace(source, "prompts", requests)
+
+
+def open_alpaca(source: Source) -> Trace:
+    """Alpaca instructions: instruction and input are the prompt, output the answer."""
+
+    def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
+        more = source.text("more", row.record)
+        prompt = source.text("prompt", row.record)
+        yield texts.request(
+            row, f"{prompt}\n{more}" if more else prompt, source.text("answer", row.record), ""
+        )
+
+    return _trace(source, "alpaca-text", requests)
+
+
+def open_sharegpt(source: Source) -> Trace:
+    """ShareGPT conversations: each answer of the assistant is a request with all that was said before it."""
+
+    def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
+        name = source.column("turns", row.record)
+        turns = row.record.get(name) if name else None
+        if not isinstance(turns, list):
+            row.fail(f"{source.columns['turns'][0]}={type(turns).__name__}", "must be a list of turns")
+        tools = _tools(row, row.record.get("tools"))
+        session = source.text("session", row.record) or f"{row.line}"
+        said: list[dict[str, Any]] = []
+        for turn in turns:
+            entry = Fields(row.path, row.line, turn).record
+            who, text = entry.get("from", entry.get("role")), entry.get("value", entry.get("content"))
+            if who not in _ROLES or not isinstance(text, str):
+                row.fail(
+                    f"a turn from {who!r:.30} with {type(text).__name__}",
+                    f"must be text from one of {', '.join(_ROLES)}",
+                )
+            if _ROLES[who] == "assistant" and said:
+                yield texts.request(row, texts.prompt(row, said, tools), text, session)
+            said = [*said, {"role": _ROLES[who], "content": text}]
+
+    return _trace(source, "sharegpt", requests)
+
+
+def open_chat(source: Source) -> Trace:
+    """Chat logs, `messages` a row; a last message of the assistant is the answer."""
+
+    def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
+        yield _chat_request(source, texts, row, row.record, _answer(source, row))
+
+    return _trace(source, "chat", requests)
+
+
+def open_gateway(source: Source) -> Trace:
+    """Requests of the OpenAI API as a gateway or a batch file keeps them: a body, as an object or as JSON text."""
+
+    def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
+        name = source.column("body", row.record)
+        if name is None:
+            row.fail(f"no {source.columns['body'][0]}", "must hold a request's body")
+        body = _object(row, name, row.record[name])
+        answer: Any = source.column("answer", row.record)
+        reply = None if answer is None else row.record[answer]
+        if isinstance(reply, str) and not reply.lstrip().startswith("{"):
+            yield _chat_request(source, texts, row, body, reply)
+            return
+        answered = {} if reply is None else _object(row, answer, reply)
+        answered = answered.get("body", answered)  # batch files nest once more
+        yield _chat_request(source, texts, row, body, _content_of(answered), _usage(row, answered))
+
+    return _trace(source, "gateway", requests)
+
+
+def _chat_request(
+    source: Source, texts: _Texts, row: Fields, body: dict[str, Any], answer: str, stated: int | None = None
+) -> TraceRequest:
+    session = source.text("session", row.record)
+    user = body["user"] if isinstance(body.get("user"), str) else ""
+    name = source.column("messages", body) if "messages" in source.columns else "messages"
+    messages = body.get(name) if name else None
+    if messages is None and isinstance(body.get("prompt"), str | list):
+        return texts.request(row, body["prompt"], answer, session, stated, user)
+    if not isinstance(messages, list) or not messages:
+        kind = type(messages).__name__
+        row.fail(f"messages={kind}", "must be a non-empty list; the output file of a batch holds no prompts")
+    said = [_message(row, message) for message in messages]
+    if said[-1]["role"] == "assistant" and len(said) > 1 and not answer:
+        answer = said.pop()["content"]
+    return texts.request(
+        row, texts.prompt(row, said, _tools(row, body.get("tools"))), answer, session, stated, user
+    )
+
+
+def _message(row: Fields, message: Any) -> dict[str, Any]:
+    entry = Fields(row.path, row.line, message).record
+    if not isinstance(entry.get("role"), str):
+        row.fail("a message without a role", "must have the string `role`")
+    content = entry.get("content")
+    if isinstance(content, list):
+        parts = [Fields(row.path, row.line, part).record for part in content]
+        for part in parts:
+            if not isinstance(part.get("text"), str):
+                row.fail(
+                    f"a content part of type {part.get('type')!r:.30}",
+                    "must be text: what stands for a picture or a sound has no tokens here; take such rows out",
+                )
+        content = "".join(part["text"] for part in parts)
+    if content is None:
+        content = ""  # a tool call alone
+    if not isinstance(content, str):
+        row.fail(f"content={type(content).__name__}", "must be text or a list of text parts")
+    return {**entry, "content": content}
+
+
+def _tools(row: Fields, tools: Any) -> list[Any]:
+    """Tool descriptions: a list, or its JSON text (as ShareGPT files keep it); [] where there are none."""
+    if tools in (None, "", []):
+        return []
+    if isinstance(tools, str):
+        tools = parse(row.path, row.line, tools, "tools must be a JSON list")
+    if not isinstance(tools, list):
+        row.fail(f"tools={type(tools).__name__}", "must be a list")
+    return tools
+
+
+def _object(row: Fields, name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = parse(row.path, row.line, value, f"{name} must be a JSON object")
+    if not isinstance(value, dict):
+        row.fail(f"{name}={type(value).__name__}", "must be an object, or its JSON text")
+    return value
+
+
+def _answer(source: Source, row: Fields) -> str:
+    """The answer's text beside a prompt: a string, or an OpenAI response; "" where there is none."""
+    name = source.column("answer", row.record)
+    value = None if name is None else row.record[name]
+    if isinstance(value, dict):
+        return _content_of(value.get("body", value))
+    if value is None or isinstance(value, str):
+        return value or ""
+    _refuse(row, name, value)
+
+
+def _refuse(row: Fields, name: str | None, value: Any) -> NoReturn:
+    row.fail(f"{name}={type(value).__name__}", "must be text or an OpenAI response; name another column")
+
+
+def _content_of(response: Any) -> str:
+    """What an OpenAI response says first; "" where it says nothing."""
+    choices = response.get("choices") if isinstance(response, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    message = first.get("message")
+    text = message.get("content") if isinstance(message, dict) else first.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def _usage(row: Fields, response: Any) -> int | None:
+    """Tokens of the answer as the response counts them."""
+    usage = response.get("usage") if isinstance(response, dict) else None
+    if not isinstance(usage, dict) or usage.get("completion_tokens") is None:
+        return None
+    return Fields(row.path, row.line, usage).length("completion_tokens")

@@ -69,7 +69,14 @@ mutants: $(STAMP) ## plant faults one by one, each of which the tests beside it 
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 test-full: lint types ## the default tests and the large products
-	$(BIN)/python -m pytest $(SPREAD) -m "not parity" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not parity and not web" $(PYTEST_ARGS)
+
+$(BIN)/playwright: $(STAMP) requirements/web-$(PYTAG).txt
+	$(BIN)/python $(PIP_INSTALL) --require-hashes -r requirements/web-$(PYTAG).txt
+	touch $@
+
+test-web: $(BIN)/playwright ## the pages in a real Chromium (the system's: chromium on PATH)
+	$(BIN)/python -m pytest -m web tests/web $(PYTEST_ARGS)
 
 # torch and transformers stay out of $(VENV): the judges share nothing with what they judge.
 $(PARITY_VENV)/.installed: requirements/parity-$(PYTAG).txt $(LOCK) pyproject.toml
@@ -109,6 +116,8 @@ aot-fast: $(AOT_SITE)/.installed ## one or two programs per target, in about a m
 lock: ## write requirements/ anew from pyproject.toml
 	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/py311.txt
 	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/py312.txt
+	uv pip compile requirements/web.in --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/web-py311.txt
+	uv pip compile requirements/web.in --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/web-py312.txt
 	uv pip compile requirements/aot.in --no-deps --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/aot-py312.txt
 
 clean: ## remove environments and caches of this checkout

@@ -31,6 +31,7 @@ COMMANDS = {
     "curve": "pagedjax.cli.curve",
     "sharing": "pagedjax.cli.sharing",
     "fleet": "pagedjax.cli.fleet",
+    "report": "pagedjax.cli.report",
     "experiment": "pagedjax.cli.experiment",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,10 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 @click.option("--salt", metavar="TEXT", help="Cache salt: blocks are shared only under an equal one.")
 @click.option("--load-cache", metavar="DIR", help="Take a snapshot's blocks into the cache first.")
 @click.option("--save-cache", metavar="DIR", help="Write the prompts' blocks there at the end.")
+@click.option(
+    "--record", "record", metavar="FILE", help="Write down the run, for `pagedjax report`; .gz: gzip."
+)
+@click.option("--record-text", is_flag=True, help="With --record: the prompts' text, too.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
 @common_options()
 def command(
@@ -77,6 +82,8 @@ def command(
     salt: str | None,
     load_cache: str | None,
     save_cache: str | None,
+    record: str | None,
+    record_text: bool,
     stream: bool | None,
     early_stopping: str,
     **sampling: Any,
@@ -98,6 +105,8 @@ def command(
     ]
     if not jobs:
         raise click.UsageError('no prompt; give one as an argument, --file FILE, or "-" for stdin')
+    if record_text and record is None:
+        raise click.UsageError("--record-text: needs --record FILE")
     from pagedjax.cache import ExtraKeys
 
     extra = ExtraKeys(salt=salt)
@@ -111,11 +120,14 @@ def command(
         common.note(f"{load_cache}: {llm.load_cache(load_cache)} tokens can be hit")
     if stream is None:
         stream = sys.stdout.isatty() and not common.as_json and len(jobs) == 1
-    if stream and not common.as_json and params.num_sequences == 1:
-        for ids in prompts_ids:
-            _print_stream(common, llm, ids, params, extra)
-    else:
-        _print_outputs(common, llm.generate(prompts_ids, params, extra=extra), params)
+    with nullcontext() if record is None else llm.record(record, text=record_text):
+        if stream and not common.as_json and params.num_sequences == 1:
+            for ids in prompts_ids:
+                _print_stream(common, llm, ids, params, extra)
+        else:
+            _print_outputs(common, llm.generate(prompts_ids, params, extra=extra), params)
+    if record is not None:
+        common.note(f"{record}: written; pagedjax report OUT.html --run {record}")
     if save_cache is not None:
         common.note(f"{save_cache}: {llm.save_cache(save_cache, prompts_ids, extra=extra)} tokens saved")
 

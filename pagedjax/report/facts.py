@@ -1,0 +1,233 @@
+"""From a record's frames to what a page shows: series over steps, changes of blocks and tables, a line per request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagedjax.report.record import Frame, RecordError, Replay, read_record
+
+MOST_FRAMES = 200_000
+
+
+@dataclass
+class RequestLine:
+    """One request from arrival to end; seconds on the run's clock.
+
+    Attributes:
+        id: Its name.
+        arrival: When it came.
+        prompt, max_new: Tokens.
+        samples: How many.
+        text: Its prompt, where the record has it.
+        hit, matched, reason: Of its first admission: tokens from the cache, tokens known, why no more.
+        first: When its first token was there; None: never.
+        end: When it ended; None: it was under way when the record ended.
+        why: Why it ended.
+        tokens: Output tokens per sample.
+        spans: [from, to, what]: "wait", "prefill", "decode", "preempted" or "swapped".
+        chunks: [step, start, tokens] of its prefill chunks.
+        preemptions: [step, how, who ran on].
+        copies: Blocks copied on write.
+    """
+
+    id: str
+    arrival: float
+    prompt: int
+    max_new: int
+    samples: int
+    text: str | None = None
+    hit: int | None = None
+    matched: int | None = None
+    reason: str = ""
+    first: float | None = None
+    end: float | None = None
+    why: str = ""
+    tokens: list[int] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)
+    chunks: list[list[int]] = field(default_factory=list)
+    preemptions: list[list[Any]] = field(default_factory=list)
+    copies: int = 0
+
+
+def run_facts(path: str | Path) -> dict[str, Any]:
+    """All that the page shows of one record, in plain values.
+
+    Raises:
+        RecordError: No record, or one of more frames than a page can hold.
+        OSError: The file cannot be read.
+    """
+    return facts(read_record(path), str(path))
+
+
+def facts(frames: Iterable[Frame], name: str) -> dict[str, Any]:
+    """As `run_facts`, of frames."""
+    reader = _Reader(name)
+    for number, frame in enumerate(frames):
+        if number >= MOST_FRAMES:
+            raise RecordError(
+                f"{name}: more than {MOST_FRAMES} frames; a page of them would not open. Record a part of the run "
+                "(--until), or fewer requests (--sample)"
+            )
+        reader.take(frame)
+    return reader.result()
+
+
+class _Reader:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.about: Frame = {}
+        self.replay = Replay()
+        self.requests: dict[str, RequestLine] = {}
+        # Per frame that moves time: number of its first step, steps, start, seconds, rows, tokens.
+        self.steps: list[list[float]] = []
+        self.counts: list[list[int]] = []  # of the first group: blank, one owner, shared, cached
+        self.blocks: list[list[Any]] = []  # per entry of steps: [group, block, owners, content or absent]
+        self.tables: list[list[Any]] = []  # per entry: [seq, group, position, blocks]
+        self.gone: list[list[int]] = []
+        self.rows: dict[int, list[Any]] = {}  # sequence → [request, position behind what it fed]
+        self.owner: dict[int, str] = {}
+        self.owned = self.shared = self.cached = 0
+        self.left: list[
+            list[Any]
+        ] = []  # contents that left: [entry, block, digest, request that took the block]
+
+    def take(self, frame: Frame) -> None:
+        kind = frame["frame"]
+        if kind == "run":
+            self.about = frame
+        elif kind == "add":
+            line = RequestLine(frame["id"], frame["t"], frame["prompt"], frame["max_new"], frame["n"])
+            line.text = frame.get("text")
+            self.requests[frame["id"]] = line
+        elif kind == "step":
+            self._step(frame)
+        elif kind == "quiet":
+            for row in self.rows.values():
+                row[1] += frame["count"]
+            self._entry(frame["n"], frame["count"], frame["t"], frame["s"], len(self.rows), len(self.rows))
+            self._extend_spans(frame["t"] + frame["s"])
+        elif kind == "end":
+            self._end(frame)
+        self._blocks(frame)
+        self.replay.apply(frame)
+
+    def _entry(self, first: int, count: int, start: float, seconds: float, rows: int, tokens: int) -> None:
+        self.steps.append([first, count, start, seconds, rows, tokens])
+        self.blocks.append([])
+        self.tables.append([])
+        self.gone.append([])
+
+    def _step(self, frame: Frame) -> None:
+        start, end = frame["t"], frame["t"] + frame["s"]
+        for request_id, how in frame.get("preempted", ()):
+            line = self.requests[request_id]
+            line.preemptions.append([frame["n"], how])
+            line.spans.append([start, start, "swapped" if how == "swap" else "preempted"])
+        for request_id, hit, matched, reason in frame.get("admitted", ()):
+            line = self.requests[request_id]
+            if line.hit is None:
+                line.hit, line.matched, line.reason = hit, matched, reason
+                line.spans.append([line.arrival, start, "wait"])
+            elif line.spans:
+                line.spans[-1][1] = start
+        for seq in frame.get("paused", ()):
+            self.rows.pop(seq, None)
+        for row in self.rows.values():
+            row[1] += 1
+        new = {row[0] for row in frame.get("rows", ())}
+        tokens = sum(seq not in new for seq in self.rows)
+        for seq, request_id, _, first, count, samples in frame.get("rows", ()):
+            self.rows[seq] = [request_id, first + count]
+            self.owner[seq] = request_id
+            tokens += count
+            line = self.requests[request_id]
+            if count > 1 or first < line.prompt:
+                line.chunks.append([frame["n"], first, count])
+                self._span(line, start, end, "prefill")
+            else:
+                self._span(line, start, end, "decode")
+            if samples and line.first is None:
+                line.first = end
+        for seq, (request_id, _) in self.rows.items():
+            if seq not in new:
+                self._span(self.requests[request_id], start, end, "decode")
+        self._entry(frame["n"], 1, start, frame["s"], len(self.rows), tokens)
+        self.tables[-1] += frame.get("tables", [])
+        self.gone[-1] += frame.get("gone", [])
+
+    @staticmethod
+    def _span(line: RequestLine, start: float, end: float, what: str) -> None:
+        last = line.spans[-1] if line.spans else None
+        if last is not None and last[2] == what and start - last[1] <= 1e-9 + 0.01 * (end - start):
+            last[1] = end
+        elif last is None or last[2] != what or last[1] < end:
+            line.spans.append([start, end, what])
+
+    def _extend_spans(self, end: float) -> None:
+        for request_id, _ in self.rows.values():
+            line = self.requests[request_id]
+            if line.spans and line.spans[-1][2] == "decode":
+                line.spans[-1][1] = end
+            else:
+                line.spans.append([line.spans[-1][1] if line.spans else line.arrival, end, "decode"])
+
+    def _end(self, frame: Frame) -> None:
+        line = self.requests[frame["id"]]
+        line.end, line.why, line.tokens, line.copies = (
+            frame["t"],
+            frame["reason"],
+            frame["tokens"],
+            frame["copies"],
+        )
+        if line.hit is None:
+            line.spans.append([line.arrival, frame["t"], "wait"])
+        for seq in frame["seqs"]:
+            self.rows.pop(seq, None)
+        if self.gone:
+            self.gone[-1] += frame["seqs"]
+
+    def _blocks(self, frame: Frame) -> None:
+        """Changes of blocks go to the step that made them: the last one, also where a request ended after it."""
+        if not self.steps:
+            return
+        ref, keys = self.replay.ref[0], self.replay.keys[0]
+        tables = frame.get("tables", ())
+        takers = {b: self.owner[seq] for seq, group, _, blocks in tables for b in blocks if not group}
+        for group, block, owners, *content in frame.get("blocks", ()):
+            short = [content[0][:8] if content[0] else None] if content else []
+            self.blocks[-1].append([group, block, owners, *short])
+            if group:
+                continue
+            before, had = ref.get(block, 0), block in keys
+            has = bool(content[0]) if content else had
+            self.owned += (owners > 0) - (before > 0)
+            self.shared += (owners > 1) - (before > 1)
+            self.cached += (has and not owners) - (had and not before)
+            if content and had:
+                self.left.append([len(self.steps) - 1, block, keys[block].hex()[:8], takers.get(block, "")])
+        blank = self.replay.pool_blocks[0] - 1 - self.owned - self.cached
+        state = [blank, self.owned - self.shared, self.shared, self.cached]
+        if len(self.counts) < len(self.steps):
+            self.counts.append(state)
+        else:
+            self.counts[-1] = state
+
+    def result(self) -> dict[str, Any]:
+        lines = list(self.requests.values())
+        return {
+            "name": self.name,
+            "about": {k: v for k, v in self.about.items() if k != "frame"},
+            "pool_blocks": self.about.get("pool_blocks", []),
+            "block_size": self.about.get("block_size", 0),
+            "steps": self.steps,
+            "counts": self.counts,
+            "blocks": self.blocks,
+            "tables": self.tables,
+            "gone": self.gone,
+            "left": self.left,
+            "owner": self.owner,
+            "requests": [vars(line) for line in lines],
+        }

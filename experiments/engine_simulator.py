@@ -90,17 +90,19 @@ def _by_program(decoder: SmallEngine, steps: list[tuple[StepPlan, float]]) -> Ca
 def _calibrated(decoder: SmallEngine, steps: list[tuple[StepPlan, float]]) -> CostModel:
     """The cost model of this machine: peaks no host reaches, the rest fitted to steps.
 
-    A step that took more than twice its program's median was interrupted by something else, and is left out.
+    A step counts with the median of those that ran the same program with as many rows: what else the machine did
+    then weighs on no single one.
 
     Raises:
         ValueError: The steps give no efficiencies between 0 and 1: they vary too little, or other work weighed on them.
     """
     model = CostModel(PEAKS, decoder.model, decoder.block_size, itemsize=4)
-    usual = _by_program(decoder, steps)
-    kept = [(plan, seconds) for plan, seconds in steps if seconds < 2 * usual(plan)]
-    works = [model.work(plan) for plan, _ in kept]
-    fitted = calibrate(PEAKS, works, [len(plan.rows) for plan, _ in kept], [seconds for _, seconds in kept])
-    return replace(model, hardware=fitted)
+    alike: dict[tuple[Bucket, int], list[float]] = defaultdict(list)
+    for plan, seconds in steps:
+        alike[decoder.program(plan), len(plan.rows)].append(seconds)
+    usual = [float(np.median(alike[decoder.program(plan), len(plan.rows)])) for plan, _ in steps]
+    works, rows = [model.work(plan) for plan, _ in steps], [len(plan.rows) for plan, _ in steps]
+    return replace(model, hardware=calibrate(PEAKS, works, rows, usual))
 
 
 def _simulated(

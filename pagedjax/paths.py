@@ -48,7 +48,7 @@ def shipped_file(folder: str, name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    known = sorted(p for p in (shipped("configs") / folder).iterdir() if p.is_file())
+    known = sorted((p for p in (shipped("configs") / folder).iterdir() if p.is_file()), key=lambda p: p.stem)
     for file in known:
         if str(name) in (file.name, file.stem):
             return file

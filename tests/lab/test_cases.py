@@ -232,3 +232,25 @@ def test_F088_the_ledger_counts_blocks_on_both_sides() -> None:
             row["case"] not in ("all different", "timestamp as token 0")
             or row["gb_alone"] == row["gb_shared"]
         )
+
+
+def test_an_outside_policy_and_a_hardware_file_run_in_worker_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lab_outside.py").write_text(
+        "from pagedjax.cache.eviction import LRU\n\n\nclass Mine(LRU):\n    pass\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = {"policy": "lab_outside:Mine", "index": "hash", "requests": "10"}
+    rows = lab.run_all(["indexes"], tmp_path / "r", smoke=True, settings=settings, jobs=2)["indexes"]
+    assert len(rows) == 5 and {row["policy"] for row in rows} == {"lab_outside:Mine"}
+    own = tmp_path / "own.toml"
+    own.write_text((ROOT / "configs" / "hardware" / "h100-80gb.toml").read_text())
+    units = lab.units_of(lab.load("concurrency"), smoke=True, seed=0, settings={"hardware": str(own)})
+    slow = lab.load("concurrency").units(True, 0)
+    quick, usual = (next(iter(lab.load("concurrency").run(u[0], tmp_path))) for u in (units, slow))
+    assert quick["hardware"] == str(own) and quick["requests_per_s"] > 1.5 * usual["requests_per_s"]
+    with pytest.raises(
+        ValueError, match="must be a file, or one of a100-40gb, a100-40gb-anyscale, h100-80gb"
+    ):
+        list(lab.load("concurrency").run({**units[0], "hardware": "a200"}, tmp_path))

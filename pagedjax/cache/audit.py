@@ -14,6 +14,7 @@ from pagedjax.cache.groups import Group
 from pagedjax.cache.pins import Pins
 from pagedjax.cache.protocol import InvariantError
 from pagedjax.cache.sequence import SeqState
+from pagedjax.cache.stats import CacheStats
 
 
 def pool_state(pool: BlockPool, now: float) -> dict[str, Any]:
@@ -27,13 +28,13 @@ def pool_state(pool: BlockPool, now: float) -> dict[str, Any]:
     }
 
 
-def take_changes(pool: BlockPool) -> list[tuple[int, int, bytes | None]]:
-    """(block, references, digest) of what changed since the last call; the list begins anew."""
-    changed, ref, keys = pool.changed, pool.ref, pool.keys
-    if not changed:
-        return []
-    pool.changed = set()
-    return [(b, ref[b], keys[b]) for b in sorted(changed)]
+def snapshot(
+    groups: Sequence[Group], seqs: Mapping[int, SeqState], stats: CacheStats, now: float
+) -> dict[str, Any]:
+    """The state in plain values: per group the queue, references and keys; tables; counters."""
+    tables = {seq: [list(table) for table in state.tables] for seq, state in seqs.items()}
+    pools = [pool_state(group.pool, now) for group in groups]
+    return {"groups": pools, "tables": tables, "stats": stats.snapshot()}
 
 
 def resident(groups: Sequence[Group]) -> Resident:

@@ -117,6 +117,13 @@ class BlockPool:
             out += self._evict_leaves(n - len(out), now)
         return out
 
+    def drop(self, n: int, now: float = 0.0) -> int:
+        """Drop the content of up to n evictable blocks, which become blank; returns how many did."""
+        count = max(min(n, self.num_evictable), 0)
+        if count:
+            self.blank += self.evict(count, now)[::-1]
+        return count
+
     def _evict_leaves(self, n: int, now: float) -> list[int]:
         """Drop the content of the policy's first leaf, n times over.
 

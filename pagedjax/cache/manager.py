@@ -10,6 +10,7 @@ import numpy as np
 from pagedjax.cache import audit
 from pagedjax.cache.admission import Admission
 from pagedjax.cache.block import BlockPool
+from pagedjax.cache.changes import Changes
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.events import EventLog, Resident
 from pagedjax.cache.groups import Group, KVGroup, free_anchors, make_groups
@@ -408,11 +409,7 @@ class PagedManager:
 
     def evict(self, num_blocks: int) -> int:
         """Drop up to so many evictable blocks' contents in the first group; returns how many went."""
-        pool = self._groups[0].pool
-        count = min(num_blocks, pool.num_evictable)
-        if count > 0:
-            pool.blank += pool.evict(count, self.now)[::-1]
-        return max(count, 0)
+        return self._groups[0].pool.drop(num_blocks, self.now)
 
     def reset(self, mode: str = "strict") -> ResetReport:
         """Drop every cached content, as after a change of weights."""
@@ -433,23 +430,11 @@ class PagedManager:
 
     def snapshot(self) -> dict[str, Any]:
         """The state in plain values: per group the queue, references and keys; tables; counters."""
-        tables = {seq: [list(t) for t in state.tables] for seq, state in self._seqs.items()}
-        groups = [audit.pool_state(group.pool, self.now) for group in self._groups]
-        return {"groups": groups, "tables": tables, "stats": self.stats.snapshot()}
+        return audit.snapshot(self._groups, self._seqs, self.stats, self.now)
 
-    def watch_changes(self, on: bool) -> None:
-        """From now on keep a list of blocks whose owners or content change, or keep none."""
-        for group in self._groups:
-            group.pool.changed = set() if on else None
-
-    def take_changes(self) -> list[list[tuple[int, int, bytes | None]]]:
-        """Per group (block, references, digest) of what changed since the last call, while `watch_changes` is on."""
-        return [audit.take_changes(group.pool) for group in self._groups]
-
-    @property
-    def changes_booked_tables(self) -> bool:
-        """Does `commit` rewrite tables: twins made one, blocks behind a window let go of?"""
-        return self.dedup or any(group.window is not None for group in self._groups)
+    def watch(self) -> Changes:
+        """List the blocks that change from now on; one list at a time, `stop` ends it."""
+        return Changes(self._groups, books_tables=self.dedup)
 
     def resident(self) -> Resident:
         """Copies of each content: (group, "device" or "host", digest) to how many."""

@@ -80,10 +80,6 @@ class Recorder:
         self._decode = decode
         paged = self._manager if isinstance(self._manager, PagedManager) else None
         self._paged = paged
-        swaps = (
-            engine.scheduler.config.preemption != "recompute"
-        )  # who came back may hold blocks without a row
-        self._fresh = swaps or paged is None or paged.changes_booked_tables
         self._width = engine.scheduler.table_width
         self._keys: list[dict[int, bytes | None]] = [{} for _ in self._manager.pool_blocks]
         self._tables: dict[int, tuple[np.ndarray, ...]] = {}
@@ -102,8 +98,10 @@ class Recorder:
             "text": decode is not None,
         }
         self._write(first)
-        if paged is not None:
-            paged.watch_changes(True)
+        self._changes = paged.watch() if paged is not None else None
+        # Who came back from the host may hold blocks without having a row.
+        swaps = engine.scheduler.config.preemption != "recompute"
+        self._fresh = swaps or self._changes is None or self._changes.books_tables
         engine.observer = self
 
     # ------------------------------------------------------- told by the engine
@@ -208,10 +206,10 @@ class Recorder:
     # -------------------------------------------------------------------- parts
 
     def _blocks(self) -> list[list[Any]]:
-        if self._paged is None:
+        if self._changes is None:
             return []
         out: list[list[Any]] = []
-        for number, changed in enumerate(self._paged.take_changes()):
+        for number, changed in enumerate(self._changes.take()):
             known = self._keys[number]
             for block, owners, key in changed:
                 if known.get(block) == key:
@@ -272,7 +270,8 @@ class Recorder:
             state = self._paged.snapshot()
             frame["queue"] = [group["free_queue"] for group in state["groups"]]
             frame["stats"] = asdict(state["stats"])
-            self._paged.watch_changes(False)
+        if self._changes is not None:
+            self._changes.stop()
         self._write(frame)
         self._engine.observer = None
         self._file.close()

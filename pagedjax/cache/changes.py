@@ -1,0 +1,40 @@
+"""Which blocks changed since it was last asked: what a record of a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagedjax.cache.groups import Group
+
+
+class Changes:
+    """While it lives, the pools list each block whose owners or content change.
+
+    Args:
+        groups: Whose pools.
+        books_tables: Does `commit` rewrite tables, as where twins are made one?
+
+    Attributes:
+        books_tables: Does `commit` change tables: twins made one, or blocks behind a window let go of?
+    """
+
+    def __init__(self, groups: Sequence[Group], books_tables: bool) -> None:
+        self._pools = [group.pool for group in groups]
+        self.books_tables = books_tables or any(group.window is not None for group in groups)
+        for pool in self._pools:
+            pool.changed = set()
+
+    def take(self) -> list[list[tuple[int, int, bytes | None]]]:
+        """Per group (block, references, digest) of what changed since the last call."""
+        out = []
+        for pool in self._pools:
+            ref, keys = pool.ref, pool.keys
+            out.append([(b, ref[b], keys[b]) for b in sorted(pool.changed or ())])
+            if pool.changed:
+                pool.changed = set()
+        return out
+
+    def stop(self) -> None:
+        """The pools list nothing any more."""
+        for pool in self._pools:
+            pool.changed = None

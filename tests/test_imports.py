@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "pagedjax.paths": {"platformdirs"},
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
+    "pagedjax.lab.cluster": {"pagedjax.lab", "pagedjax.paths", "distributed"},
     "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
     "pagedjax.kernels": {
         "pagedjax.kernels",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -53,7 +54,10 @@ def _shown(value: object) -> str:
     help="Folder of the results.  [default: ./results, smoke: ./results/smoke]",
 )
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
-@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes of this machine, as --on local:N.  [default: 2]"
+)
+@click.option("--on", metavar="PLACE", help="local:PROCESSES, or dask://HOST:PORT, a cluster that is there.")
 @click.option(
     "--data-dir", type=click.Path(path_type=Path), help="Folder that holds data/.  [default: ../shared]"
 )
@@ -68,15 +72,19 @@ def run(
     seed: int,
     out: Path | None,
     resume: bool,
-    jobs: int,
+    jobs: int | None,
+    on: str | None,
     data_dir: Path | None,
     no_plots: bool,
 ) -> None:
     """Run NAME, or --all. `experiment list --settings` says what --set can change in each."""
     from pagedjax import lab
     from pagedjax.lab import catalog
+    from pagedjax.lab.cluster import workers_on
     from pagedjax.progress import bar
 
+    if jobs is not None and on is not None:
+        raise click.UsageError(f"--jobs {jobs}: says what --on says too; give one of them")
     if everything == (name is not None):
         raise click.UsageError("give the name of an experiment, or --all")
     chosen = lab.names() if name is None else [name]
@@ -91,7 +99,10 @@ def run(
     pictures = (
         [draw(unit) for unit in units[chosen[0]][:4]] if (draw := lab.load(chosen[0]).draw) and parsed else []
     )
-    with bar("experiments", sum(map(len, units.values())), enabled=sys.stderr.isatty()) as advance:
+    with (
+        nullcontext() if on is None else workers_on(on) as executor,
+        bar("experiments", sum(map(len, units.values())), enabled=sys.stderr.isatty()) as advance,
+    ):
         results = lab.run_all(
             chosen,
             out,
@@ -100,7 +111,8 @@ def run(
             settings=parsed,
             resume=resume,
             data=data,
-            jobs=jobs,
+            jobs=jobs or 2,
+            executor=executor,
             note=_note,
             advance=advance,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagedjax.lab import catalog
 from pagedjax.lab.claims import TableRow
+from pagedjax.lab.cluster import Cluster, work_there
 from pagedjax.lab.experiment import Unit, units_of
 from pagedjax.lab.provenance import MissingData, check_data, provenance
 from pagedjax.lab.results import ResultFile
@@ -78,8 +79,13 @@ def run_all(
             done = {}
         file.start(header, done)
         files[name] = (file, header, done)
+        call: Callable[..., list[TableRow]] = work
+        more: tuple[object, ...] = ()
+        if isinstance(executor, Cluster):
+            executor.offer({needed: data / needed for needed in experiment.data})
+            call, more = work_there, (header["data"], header["sources"])
         todo += [
-            ((name, i), work, (name, unit, str(data), settings))
+            ((name, i), call, (name, unit, str(data), settings, *more))
             for i, unit in enumerate(units)
             if i not in done
         ]

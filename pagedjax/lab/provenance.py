@@ -77,10 +77,27 @@ def sources(name: str) -> TableRow:
     )
     configs = sorted(path for path in shipped("configs").rglob("*") if path.suffix in (".toml", ".json"))
     return {
-        "experiment": digest([fingerprint(path) for path in own_files(name)]),
+        "experiment": digest([work_of(path) for path in own_files(name)]),
         "package": digest([[path.relative_to(_ROOT).as_posix(), fingerprint(path)] for path in package]),
         "configs": digest([[path.name, fingerprint(path)] for path in configs]),
     }
+
+
+def work_of(path: Path) -> str:
+    """An experiment's text without its docstring and its `EXPERIMENT`: no row depends on claims, notes or labels.
+
+    What of these is said beside the rows (kind, definition) stands in the header itself.
+    """
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in reversed(ast.parse(text).body):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.lineno == 1
+        named = isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == [
+            "EXPERIMENT"
+        ]
+        if docstring or named:
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "\n".join(lines)
 
 
 def own_files(name: str) -> list[Path]:

@@ -165,12 +165,16 @@ class CostModel:
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds a plan takes."""
-        spec, work = self.hardware, self.work(plan)
+        return self.seconds(self.work(plan), len(plan.rows), self.copy_s(plan))
+
+    def seconds(self, work: Work, rows: int, copy_s: float = 0.0) -> float:
+        """Seconds of a step that does some work for so many rows, with `copy_s` of transfers."""
+        spec = self.hardware
         compute = spec.flops_per_s * spec.compute_efficiency
         memory = spec.bytes_per_s * spec.bandwidth_efficiency
         products = max(work.flops / compute, work.bytes / memory)
         attention = max(work.attention_flops / compute, work.attention_bytes / memory)
-        host = spec.step_overhead_s + spec.host_s_per_row * len(plan.rows) + self.copy_s(plan)
+        host = spec.step_overhead_s + spec.host_s_per_row * rows + copy_s
         return host + products + attention
 
     def decode_steps_s(self, rows: int, cached: int, count: int, again: int = 0) -> np.ndarray:

@@ -20,8 +20,12 @@ def test_F086_a_changed_policy_makes_rows_anew(tmp_path: Path, monkeypatch: pyte
     def fingerprint(path: Path) -> str:
         return "other" if str(path.relative_to(ROOT)) in changed else true(path)
 
-    true = provenance.fingerprint
+    def work_of(path: Path) -> str:
+        return "other" if str(path.relative_to(ROOT)) in changed else text(path)
+
+    true, text = provenance.fingerprint, provenance.work_of
     monkeypatch.setattr(provenance, "fingerprint", fingerprint)
+    monkeypatch.setattr(provenance, "work_of", work_of)
 
     def units_done() -> int:
         done: list[float] = []
@@ -54,6 +58,19 @@ def test_F086_the_digest_covers_every_module_that_can_change_a_row() -> None:
         "beam_search.py",
         "_serving.py",
     }
+
+
+def test_F086_claims_and_notes_are_no_part_of_the_work(tmp_path: Path) -> None:
+    """Another note keeps the rows, another line of the work does not."""
+    source = (ROOT / "experiments" / "ledger.py").read_text()
+    path = tmp_path / "ledger.py"
+    path.write_text(source)
+    before = provenance.work_of(path)
+    assert "EXPERIMENT" not in before and "PagedManager" in before
+    path.write_text(source.replace("What does sharing a prefix save", "How much does sharing save"))
+    assert provenance.work_of(path) == before
+    path.write_text(source.replace("users // 10", "users // 5"))
+    assert provenance.work_of(path) != before
 
 
 @pytest.mark.parametrize("name", lab.names())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import ExtraKeys
-from pagedjax.engine import StepResult
 from pagedjax.engine.request import FinishReason, SamplingParams
 
 
@@ -355,7 +354,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts(make_engine, run_all, greedy
         assert list(outputs[request_id].outputs[0].token_ids) == judge(prompt, 12)
 
 
-def test_time_to_first_token_counts_from_add_to_the_end_of_the_step(greedy):
+def test_time_to_first_token_counts_from_add_to_the_end_of_the_step(make_engine, greedy):
     """A clock of 1 s a reading: what is told lies between the readings before and after."""
     from pagedjax.cache import PagedManager
     from pagedjax.config import SchedulerConfig
@@ -367,15 +366,13 @@ def test_time_to_first_token_counts_from_add_to_the_end_of_the_step(greedy):
         now[0] += 1.0
         return now[0]
 
-    class Runner:
-        pool_blocks, block_size, block_bytes = (16,), 4, (1,)
-
+    class SlowRunner(type(make_engine().runner)):
         def execute(self, plan):
             now[0] += 50.0
-            return StepResult([1] * plan.num_samples, [], 50.0)
+            return super().execute(plan)
 
     manager = PagedManager(num_blocks=16, block_size=4)
-    engine = Engine(manager, Runner(), SchedulerConfig(4, 16), max_model_len=32, clock=clock)
+    engine = Engine(manager, SlowRunner(manager), SchedulerConfig(4, 16), max_model_len=32, clock=clock)
     early = now[0]
     engine.add([1, 2, 3], greedy(2))
     late, now[0] = now[0], now[0] + 1000.0  # it waits

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"  # what a tokenizer prints for bytes that are not yet a whole character
+_CHARACTER_BYTES = 4  # of the longest character in UTF-8
+_MOST_WAITING = 8  # tokens whose text may wait for more bytes before it is asked which of it is certain
 
 
 class TextStream:
@@ -21,9 +23,10 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._window_start = 0  # first token of the decoding window
-        self._shown_end = 0  # tokens whose text is in `text`
+        self._ids: list[int] = []  # the decoding window: the last tokens shown, and those that wait
+        self._num_shown = 0  # tokens of the window whose text is in `text`
+        self._before: str | None = ""  # text of these; None: not decoded yet
+        self._after = ""  # text of the whole window at the last token
         self.text = ""
         self.stopped = False
 
@@ -35,20 +38,50 @@ class TextStream:
             may_stop: False: a stop string that this token completes is text like any other.
         """
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._window_start : self._shown_end])
-        after = self._decode(self._ids[self._window_start :])
-        if after.endswith(_BROKEN) or len(after) <= len(before):
-            return False  # half a character, or nothing visible yet
-        self._window_start, self._shown_end = self._shown_end, len(self._ids)
-        return self._append(after[len(before) :], may_stop)
+        if self._before is None:
+            self._before = self._decode(self._ids[: self._num_shown])
+        before, last, self._after = self._before, self._after, self._decode(self._ids)
+        end = len(self._ids)
+        if self._after.endswith(_BROKEN) or len(self._after) <= len(before):
+            # Half a character, or nothing visible yet. Those that wait are few, or each step would decode them all.
+            if end - self._num_shown <= _MOST_WAITING:
+                return False
+            if self._after == last and not self._decode([token_id]):
+                self._ids.pop()  # shows nothing, here and alone
+                return False
+            end = self._certain()
+            if not end:
+                return False
+        shown = self._after if end == len(self._ids) else self._decode(self._ids[:end])
+        piece = shown[len(before) :]
+        self._shift(end)
+        return self._append(piece, may_stop)
+
+    def _certain(self) -> int:
+        """Tokens of the window whose text no later token can change; 0: not known.
+
+        A character has at most four bytes, and a token that shows something has at least one. So what stands before
+        four such tokens is settled, unless a character lies across the border: then the parts decode to something
+        else than the whole.
+        """
+        at = len(self._ids) - _CHARACTER_BYTES
+        tail = self._ids[at:]
+        whole = self._decode(self._ids[:at]) + self._decode(tail) == self._after
+        return at if whole and all(self._decode([token]) for token in tail) else 0
+
+    def _shift(self, end: int) -> None:
+        """The window's first `end` tokens are shown; those shown before are no longer needed to decode the next."""
+        del self._ids[: self._num_shown]
+        self._num_shown = end - self._num_shown
+        self._before = None
 
     def finish(self) -> None:
         """No token follows: take what is left, broken characters included."""
-        if not self.stopped and self._shown_end < len(self._ids):
-            before = self._decode(self._ids[self._window_start : self._shown_end])
-            after = self._decode(self._ids[self._window_start :])
-            self._shown_end = len(self._ids)
-            self._append(after[len(before) :])
+        if not self.stopped and self._num_shown < len(self._ids):
+            before = self._decode(self._ids[: self._num_shown])
+            piece = self._decode(self._ids)[len(before) :]
+            self._shift(len(self._ids))
+            self._append(piece)
 
     def _append(self, piece: str, may_stop: bool = True) -> bool:
         searched = len(self.text)

@@ -52,3 +52,59 @@ def test_random_texts_and_stops_equal_a_search_of_the_whole():
                 break
         stream.finish()
         assert stream.text == text.split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    "pattern", [[0x80], [0xE2, 0x82], [0xF0, 0x9F, 0x98], [256], [0xE2, 256], "random"], ids=str
+)
+def test_F027_unfinished_bytes_decode_in_linear_time(pattern):
+    """Counted, not timed: tokens that go through decode. 256 is a token that shows nothing."""
+
+    def decoded(count):
+        asked = 0
+
+        def decode(ids):
+            nonlocal asked
+            asked += len(ids)
+            return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+        ids = (
+            np.resize(pattern, count)
+            if pattern != "random"
+            else np.random.default_rng(1).integers(128, 257, count)
+        )
+        stream = TextStream(decode)
+        for token in ids.tolist():
+            stream.push(token)
+        stream.finish()
+        work, whole = asked, decode(ids.tolist())
+        assert stream.text == whole
+        return work
+
+    once, twice = decoded(3000), decoded(6000)
+    assert twice <= 2.3 * once and once < 60 * 3000
+
+
+def test_F027_text_among_unfinished_bytes_is_that_of_the_whole():
+    """Characters cut anywhere, broken ones, tokens that show nothing: the whole decoded at once is the judge."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        data = bytearray("".join(rng.choice(list("ab🙂é€"), size=12)).encode())
+        for _ in range(int(rng.integers(0, 8))):
+            at = int(rng.integers(0, len(data) + 1))
+            data[at:at] = bytes(
+                rng.choice([0x80, 0xE2, 0x82, 0xF0, 0x9F], size=int(rng.integers(1, 20))).tolist()
+            )
+        ids = list(data)
+        for _ in range(int(rng.integers(0, 30))):
+            ids.insert(int(rng.integers(0, len(ids) + 1)), 256)
+
+        def decode(ids):
+            return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+        stream = TextStream(decode)
+        for token in ids:
+            stream.push(token)
+            assert decode(ids).startswith(stream.text)
+        stream.finish()
+        assert stream.text == decode(ids)

@@ -85,6 +85,8 @@ class CacheConfig:
             and preempted sequences are swapped there. 0: neither.
         window_groups: Layers with a sliding window keep their blocks in pools of their own, where what lies
             behind the window is free again. Off: all layers share one pool that keeps everything.
+        event_log: Events of the cache (blocks stored, removed, cleared) to keep, the latest of them, for `LLM.events`;
+            0 keeps none.
         reservation: "" allocates blocks on demand. "max", "pow2" and "oracle" are Orca's contiguous
             reservations, the baselines of the PagedAttention paper: nothing is shared, the settings above
             have no effect.
@@ -103,6 +105,7 @@ class CacheConfig:
     partial: int = 0
     host_blocks: int = 0
     window_groups: bool = True
+    event_log: int = 0
     reservation: str = ""
 
     def __post_init__(self) -> None:
@@ -137,9 +140,17 @@ class CacheConfig:
             f"cache.host_blocks={self.host_blocks}: must be positive, or 0 for no host tier; try 1024",
         )
         require(
+            self.event_log >= 0,
+            f"cache.event_log={self.event_log}: must be a number of events, or 0 to keep none; try 10000",
+        )
+        require(
             self.reservation in ("", *RULES),
             f"cache.reservation={self.reservation}: must be {', '.join(RULES[:-1])} or {RULES[-1]}, or empty to "
             "allocate on demand",
+        )
+        require(
+            not (self.reservation and self.event_log),
+            f"cache.event_log={self.event_log}: reservations cache nothing; set event_log=0 or reservation to empty",
         )
         require(
             not (self.reservation and self.host_blocks),

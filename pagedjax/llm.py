@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.cache import ExtraKeys, KVGroup, PagedManager, TokenChain
+from pagedjax.cache import EventLog, ExtraKeys, PagedManager, ResetReport, TokenChain
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
-from pagedjax.engine.managers import make_manager, size_groups
+from pagedjax.engine.managers import make_manager
 from pagedjax.engine.request import RequestOutput, SamplingParams, check_token_ids
-from pagedjax.models.config import LayerGroup, ModelConfig
 from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
 
 if TYPE_CHECKING:
-    from pagedjax.kernels import KVLayout
     from pagedjax.report.record import Recorder
     from pagedjax.runtime.snapshot import Owner
 
@@ -35,9 +33,13 @@ class LLM:
         progress: Show downloads, loading and generation on stderr.
         cache_dir: Where models and compiled programs are kept; None is the user's cache folder.
         on_compile: Called with a bucket before its step is compiled (seconds each, once per machine).
-        on_step: Called with each step's `StepRecord`.
+        on_step: Called with each step's `StepRecord`, between two steps: it may add and abort requests.
         **settings: `section.key` settings with the dot written as two underscores, for example
             `cache__block_size=32`.
+
+    Attributes:
+        events: The cache's log of what became resident and what left (`cache.event_log` keeps the latest of
+            them); None where it is off.
 
     Raises:
         ValueError: A setting is out of its range, the model cannot be read, or the pool does not fit.
@@ -65,17 +67,28 @@ class LLM:
         if not isinstance(config, Config | None):
             raise ValueError(f"config={config!r}: must be a Config; try load_config('file.toml') or keywords")
         config = (config or Config()).replace(changes)
+        _check_names(config)
+        self.cache_dir = Path(cache_dir) if cache_dir else user_cache_dir()
+        self.progress = progress
+        self.config = config
         # Heavy imports wait until a model is really wanted.
+        from pagedjax.runtime.settings import own_settings
+
+        _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
+        with own_settings():
+            self._build(on_compile, on_step)
+
+    def _build(
+        self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
+    ) -> None:
         from pagedjax.kernels import native
         from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
+        from pagedjax.runtime.pools import check_memory, plan_pools
 
-        _check_names(config)
-        self.cache_dir = Path(cache_dir) if cache_dir else user_cache_dir()
-        _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
-        self.progress = progress
+        config = self.config
         loaded = load_model(
-            config.model.model, dtype=config.model.dtype, cache_dir=self.cache_dir, progress=progress
+            config.model.model, dtype=config.model.dtype, cache_dir=self.cache_dir, progress=self.progress
         )
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
@@ -87,20 +100,21 @@ class LLM:
             )
         self.understood = loaded.understood
         self.chat_template = _read_template(config.model.chat_template)
-        self.config = config
         self.model_name = loaded.name
         self.max_model_len = length
-        self._weights: str | None = None  # digest, once it is asked for
-        groups, layouts = _plan_pools(loaded.config, config, length)
+        self._weights: tuple[int, str] | None = None  # version and digest, once it is asked for
+        groups, layouts = plan_pools(loaded.config, config, length)
         self._kv_groups = groups
-        _check_memory(sum(layout.num_bytes for layout in layouts), layouts[0].num_blocks)
+        check_memory(sum(layout.num_bytes for layout in layouts), layouts[0].num_blocks)
+        self.events = EventLog(config.cache.event_log) if config.cache.event_log else None
         self.manager = make_manager(
             config.cache,
             num_blocks=layouts[0].num_blocks,
             max_model_len=length,
             groups=groups,
+            events=self.events,
         )
-        with bar("compiling the attention kernel for this CPU", None, progress and native.needs_build()):
+        with bar("compiling the attention kernel for this CPU", None, self.progress and native.needs_build()):
             try:
                 native.prepare(config.runtime.implementation or None)
             except RuntimeError as error:  # only where it was asked for by name
@@ -265,17 +279,16 @@ class LLM:
         Raises:
             ValueError: Reservations share nothing, or the blocks cannot be held at once.
         """
+        from pagedjax.runtime.settings import own_settings
         from pagedjax.runtime.snapshot import save_snapshot
 
         manager = self._paged_manager("save_cache")
         batch = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
         token_ids = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         self.generate(token_ids, SamplingParams(max_tokens=1), extra=extra, progress=False)
-        chains = [
-            TokenChain(ids, block_size=manager.block_size, hash=self.config.cache.hash, extra=extra)
-            for ids in token_ids
-        ]
-        return save_snapshot(Path(path), self._cache_owner(), chains, manager, self.runner)
+        chains = [self._chain(ids, extra) for ids in token_ids]
+        with self.engine.paused(), own_settings():
+            return save_snapshot(Path(path), self._cache_owner(), chains, manager, self.runner)
 
     def load_cache(self, path: str | Path) -> int:
         """Take a snapshot's blocks into the cache; prompts that begin with its prefixes hit from the first.
@@ -289,9 +302,112 @@ class LLM:
         Raises:
             ValueError: No whole snapshot, or one of another model, weights, dtype, layout or hash (named).
         """
+        from pagedjax.runtime.settings import own_settings
         from pagedjax.runtime.snapshot import load_snapshot
 
-        return load_snapshot(Path(path), self._cache_owner(), self._paged_manager("load_cache"), self.runner)
+        manager = self._paged_manager("load_cache")
+        with self.engine.paused(), own_settings():
+            return load_snapshot(Path(path), self._cache_owner(), manager, self.runner)
+
+    # ------------------------------------------------------------------ cache
+
+    def pin(self, prompt: Prompt, *, extra: ExtraKeys = ExtraKeys()) -> int:
+        """Keep a prompt's blocks from eviction until `unpin`; what of them is not cached is computed first.
+
+        Args:
+            prompt: Its full blocks are kept.
+            extra: Extra keys under which it will be asked for.
+
+        Returns:
+            Tokens pinned; 0: pinned already, shorter than a block, or nothing is shared here.
+        """
+        ids = self.encode(prompt)
+        self.generate([ids], SamplingParams(max_tokens=1), extra=extra, progress=False)
+        with self.engine.paused():
+            return self.manager.pin(self._chain(ids, extra))
+
+    def unpin(self, prompt: Prompt, *, extra: ExtraKeys = ExtraKeys()) -> bool:
+        """Undo `pin`; False: it was not pinned."""
+        chain = self._chain(self.encode(prompt), extra)
+        with self.engine.paused():
+            return self.manager.unpin(chain)
+
+    def reset_prefix_cache(self, *, preempt: bool = False) -> ResetReport:
+        """Forget everything that is cached, on the device and on the host.
+
+        Args:
+            preempt: Requests that run begin again, keeping their tokens, and pins are undone. Off: while a request
+                runs or something is pinned nothing is forgotten.
+
+        Returns:
+            Truthy where the cache is empty now; else it says how many sequences and pins were in the way.
+        """
+        with self.engine.paused():
+            return self.engine.start_over() if preempt else self.manager.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """What cache and engine have done since they were made, in plain values.
+
+        `cache`: the fields of `CacheStats`, and its hit rate (None before the first request); `blocks`: usable and
+        free ones; `engine`: steps, requests waiting and running, preemptions, swaps, compiled programs, the weights'
+        version.
+        """
+        with self.engine.paused():
+            scheduler, counts = self.engine.scheduler, self.manager.stats.snapshot()
+            return {
+                "cache": {
+                    **dataclasses.asdict(counts),
+                    "hit_rate": counts.hit_rate if counts.prompt_tokens else None,
+                },
+                "blocks": {"usable": self.manager.num_usable, "free": self.manager.num_free},
+                "engine": {
+                    "steps": scheduler.step,
+                    "waiting": len(scheduler.waiting),
+                    "running": len(scheduler.running),
+                    "preemptions": scheduler.num_preemptions,
+                    "swaps": scheduler.num_swaps,
+                    "programs": self.runner.num_programs,
+                    "weights_version": self.runner.weights_version,
+                },
+            }
+
+    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
+        """Go on with other weights of the same shapes: the one way to change them.
+
+        Everything cached, pinned or swapped belongs to the old weights and is forgotten; requests that run begin
+        again, keep the tokens they have, and go on with the new ones. Snapshots saved from here on carry the new
+        weights' digest.
+
+        Args:
+            weights: A dict as `runner.params` is, or a model as the `model.model` setting names it.
+
+        Raises:
+            ValueError: Another model; names what differs. Nothing was changed.
+        """
+        from pagedjax.models import load_model
+        from pagedjax.runtime.settings import own_settings
+
+        with own_settings():
+            name, params = self.model_name, weights
+            if isinstance(weights, str | Path):
+                loaded = load_model(
+                    str(weights),
+                    dtype=self.config.model.dtype,
+                    cache_dir=self.cache_dir,
+                    progress=self.progress,
+                )
+                if loaded.config != self.model_config:
+                    raise ValueError(
+                        f"{weights}: is of other shapes or settings than {self.model_name}; build another LLM for it"
+                    )
+                name, params = loaded.name, loaded.params
+            with self.engine.paused():
+                self.runner.update_weights(params)  # type: ignore[arg-type]
+                self.model_name = name
+                self.engine.start_over()
+
+    def _chain(self, ids: Sequence[int], extra: ExtraKeys) -> TokenChain:
+        return TokenChain(ids, block_size=self.manager.block_size, hash=self.config.cache.hash, extra=extra)
 
     def _paged_manager(self, what: str) -> PagedManager:
         if not isinstance(self.manager, PagedManager):
@@ -301,13 +417,14 @@ class LLM:
     def _cache_owner(self) -> Owner:
         from pagedjax.runtime.snapshot import Owner, kv_config, weights_digest
 
-        if self._weights is None:
-            self._weights = weights_digest(self.runner.params)
+        version = self.runner.weights_version
+        if self._weights is None or self._weights[0] != version:
+            self._weights = version, weights_digest(self.runner.params)
         layouts = self.runner.layouts
         groups = [group.window or 0 for group in self._kv_groups]
         return Owner(
             self.model_name,
-            self._weights,
+            self._weights[1],
             layouts[0].dtype,
             layouts[0].block_size,
             tuple(
@@ -369,7 +486,7 @@ class LLM:
         buckets = [
             b for b in self.runner.buckets.ladder if mixed or not (b.num_decodes and b.num_prefill_tokens)
         ]
-        with bar("compiling", len(buckets), self.progress) as advance:
+        with self.engine.paused(), bar("compiling", len(buckets), self.progress) as advance:
             self.runner.warm_up(lambda _: advance(1), buckets)
 
 
@@ -415,60 +532,3 @@ def _keep_compiled_programs(setting: str, cache_dir: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _plan_pools(
-    model: ModelConfig, config: Config, max_model_len: int
-) -> tuple[list[KVGroup], list[KVLayout]]:
-    """KV groups and the shapes of their pools: one per attention window, or one for all layers."""
-    from pagedjax.kernels import KVLayout
-
-    groups = model.layer_groups
-    if not config.cache.window_groups:
-        groups = (LayerGroup(None, tuple(range(model.num_layers))),)
-    one_block = [
-        KVLayout(
-            len(group.layers),
-            1,
-            config.cache.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            config.cache.dtype or config.model.dtype,
-        )
-        for group in groups
-    ]
-    step_tokens = config.scheduler.chunk_tokens or config.scheduler.token_budget
-    kv_groups = size_groups(
-        config.cache,
-        [group.window for group in groups],
-        [layout.num_bytes for layout in one_block],
-        max_model_len=max_model_len,
-        step_tokens=step_tokens if config.scheduler.chunked_prefill else max_model_len,
-    )
-    layouts = [
-        dataclasses.replace(layout, num_blocks=group.num_blocks)
-        for layout, group in zip(one_block, kv_groups, strict=True)
-    ]
-    return kv_groups, layouts
-
-
-def _check_memory(pool_bytes: int, num_blocks: int) -> None:
-    """Refuse a pool the machine cannot hold, before the allocator is killed for it.
-
-    Raises:
-        ValueError: Names both sizes.
-    """
-    import jax
-    import psutil
-
-    device = jax.devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        available = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    else:
-        available = psutil.virtual_memory().available
-    if pool_bytes > available:
-        raise ValueError(
-            f"KV pool of {num_blocks} blocks: needs {pool_bytes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB is "
-            "free; lower cache.num_blocks or cache.memory_bytes"
-        )

@@ -261,7 +261,9 @@ def summary(output: RequestOutput) -> str:
     generated = sum(len(sample.token_ids) for sample in output.outputs)
     times = ""
     if output.ttft_s is not None and output.latency_s is not None:
-        times = f" · first token {output.ttft_s * 1e3:.0f} ms, total {output.latency_s:.2f} s"
+        compiling = output.ttft_times.compiling_s if output.ttft_times is not None else 0.0
+        of_it = f" ({compiling * 1e3:.0f} compiling)" if compiling else ""
+        times = f" · first token {output.ttft_s * 1e3:.0f} ms{of_it}, total {output.latency_s:.2f} s"
     return (
         f"  prompt {output.num_prompt_tokens} tokens, {output.num_cached_tokens} cached "
         f"(match stopped: {output.miss_reason}) · generated {generated} · copies {output.num_copies}{times}"
@@ -284,6 +286,8 @@ def describe(output: RequestOutput) -> dict[str, Any]:
         "num_preemptions": output.num_preemptions,
         "ttft_s": output.ttft_s,
         "latency_s": output.latency_s,
+        "ttft_times": None if output.ttft_times is None else output.ttft_times._asdict(),
+        "times": None if output.times is None else output.times._asdict(),
         **({} if output.prompt_logprobs is None else {"prompt_logprobs": _own(output.prompt_logprobs)}),
         "samples": [
             {

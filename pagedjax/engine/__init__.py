@@ -20,6 +20,7 @@ from pagedjax.engine.step import (
     StepResult,
     TokenScores,
 )
+from pagedjax.engine.times import Times
 
 __all__ = [
     "CompletionOutput",
@@ -36,6 +37,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "Times",
     "TokenScores",
     "make_manager",
 ]

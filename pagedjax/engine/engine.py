@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pagedjax.cache import InvariantError, KVCacheManager
+from pagedjax.cache import InvariantError, KVCacheManager, ResetReport
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.beam import check_width
@@ -94,6 +94,7 @@ class Engine:
         self._turn = FairLock()  # who makes the next step
         self._books = FairLock()  # all of the above, the scheduler and the manager
         self._stepping = False
+        self._weights_version = runner.weights_version
         self._num_added = 0
 
     # ------------------------------------------------------------------ input
@@ -268,6 +269,8 @@ class Engine:
         """Plan, run and book; leaves the requests that have something to tell in `_touched`. None: nothing ran."""
         clock = self._clock
         started = clock()
+        if self.runner.weights_version != self._weights_version:
+            self.start_over()
         plan = self.scheduler.schedule()
         scheduled = clock()
         if not (plan.rows or plan.copies):
@@ -284,6 +287,8 @@ class Engine:
                 error.add_note("The KV pool was lost with this step: nothing is cached or pinned any more.")
             raise
         executed = clock()
+        for request in {row.seq.request for row in plan.rows}:
+            request.spent.add(executed - started, result)
         lengths = Lengths(plan) if self.on_step is not None else None
         self._touched |= self._results.book(plan, result, executed)
         if self.observer is not None:
@@ -402,6 +407,16 @@ class Engine:
             if idle and not self.scheduler.has_work:
                 raise InvariantError("somebody waits for a request that the engine does not have")
         return []
+
+    def start_over(self) -> ResetReport:
+        """Forget all that is cached, pinned or swapped; requests that run begin again and keep their tokens.
+
+        A step does it by itself where the runner's weights have changed since the last one.
+        """
+        with HeldInterrupts() as interrupts, self._books.held(interrupts):
+            self.scheduler.requeue_all()
+            self._weights_version = self.runner.weights_version
+            return self.manager.reset("preempt")
 
     def _leave(self, names: Seq[str], interrupts: HeldInterrupts) -> None:
         """Nobody waits for these any more; those that still run are aborted."""

@@ -89,6 +89,7 @@ class Outputs:
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None:
             prompt_logprobs = tuple(request.prompt_details.get(i) for i in range(request.num_prompt_tokens))
+        elapsed_s = self._clock() - request.arrival
         copies = sum(self._manager.num_copies(seq.seq_id) for seq in request.live)
         return RequestOutput(
             request_id=request.request_id,
@@ -101,7 +102,9 @@ class Outputs:
             num_copies=request.num_copies + copies,
             num_preemptions=request.num_preemptions,
             ttft_s=None if first is None else first - request.arrival,
-            latency_s=self._clock() - request.arrival if finished else None,
+            latency_s=elapsed_s if finished else None,
+            ttft_times=request.first_times,
+            times=request.spent.of(elapsed_s),
             prompt_logprobs=prompt_logprobs,
         )
 

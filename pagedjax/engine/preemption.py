@@ -5,9 +5,9 @@ The rule of `scheduler.preemption = auto`, in one place:
     swap      2 * bytes of its own blocks / bandwidth between device and host
     recompute tokens whose KV is dropped * seconds per prompt token
 
-The smaller wins. Both rates are medians of what the last steps showed, so that the first step's compilation
-does not count; before anything was copied the configured bandwidth stands in. Recomputation is taken at its
-worst: under the pressure that preempts, what a request leaves in the prefix cache seldom stays.
+The smaller wins. Both rates are medians of what the last steps showed, less what they spent on compiling;
+before anything was copied the configured bandwidth stands in. Recomputation is taken at its worst: under the
+pressure that preempts, what a request leaves in the prefix cache seldom stays.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class _Result(Protocol):
 
     @property
     def copy_s(self) -> float: ...
+
+    @property
+    def compile_s(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -56,7 +59,7 @@ class PreemptionCost:
             result: Its seconds.
         """
         if num_prefills and num_tokens >= _LEAST_TOKENS:
-            self._token_s.append((result.elapsed_s - result.copy_s) / num_tokens)
+            self._token_s.append((result.elapsed_s - result.copy_s - result.compile_s) / num_tokens)
         swaps = [batch for batch in copies.batches if batch.kind != "cow"]
         if swaps and len(swaps) == len(copies.batches) and self.block_bytes:
             num_bytes = sum(len(batch.src) * self.block_bytes[batch.group] for batch in swaps)

@@ -17,6 +17,7 @@ import numpy as np
 
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.cache.rules import require
+from pagedjax.engine.times import Spent, Times
 
 MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
 MAX_BIASED = 300
@@ -360,6 +361,8 @@ class Request:
         num_copies: Blocks copied on write, by sequences that have already given theirs back.
         num_preemptions: Times it lost its blocks.
         first_token_at: Engine clock at its first token, seconds.
+        spent: Seconds of the steps it had a part in.
+        first_times: Where the seconds to its first token went.
         priority: Higher is admitted first and preempted last; equals go by arrival.
         number: Order of arrival, given by the scheduler.
         swapped: Its sequences' KV is on the host.
@@ -382,6 +385,8 @@ class Request:
     num_copies: int = 0
     num_preemptions: int = 0
     first_token_at: float | None = None
+    spent: Spent = field(default_factory=Spent)
+    first_times: Times | None = None
     priority: int = 0
     number: int = 0
     swapped: bool = False
@@ -443,6 +448,8 @@ class RequestOutput:
         num_preemptions: Times it lost its blocks and was resumed.
         ttft_s: Seconds from `add` to the first token; None before it.
         latency_s: Seconds from `add` to the last token; None before it finished.
+        ttft_times: Where the first went: waiting, computing, copying, compiling.
+        times: The same of all seconds from `add` until now.
         prompt_logprobs: One per prompt token if asked for, None for the first.
     """
 
@@ -457,6 +464,8 @@ class RequestOutput:
     num_preemptions: int
     ttft_s: float | None = None
     latency_s: float | None = None
+    ttft_times: Times | None = None
+    times: Times | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
     @property

@@ -87,6 +87,7 @@ class Results:
             touched[request.request_id] = request
             if request.first_token_at is None:
                 request.first_token_at = now
+                request.first_times = request.spent.of(now - request.arrival)
             if request.sampling.beam_width:
                 seq.candidates = _candidates(result, at)
                 self._advance_beams(request)

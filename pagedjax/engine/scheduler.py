@@ -357,10 +357,13 @@ class Scheduler:
     def undo(self, plan: StepPlan[Sequence]) -> None:
         """A plan failed on its way: nobody knows how far it ran, so what it was to write is computed again.
 
-        All running requests go back to the queue without their blocks, and swapped ones lose theirs. Contents
-        that were indexed before are whole: no step writes into them.
+        Contents that were indexed before are whole: no step writes into them.
         """
         self.manager.lose(plan.copies)
+        self.requeue_all()
+
+    def requeue_all(self) -> None:
+        """All running requests go back to the queue without their blocks, and swapped ones lose theirs."""
         for request in self.waiting:
             if request.swapped:
                 self._drop_blocks(request)

@@ -100,6 +100,7 @@ class StepResult:
         pack_s: Of these, seconds spent building arrays on the host.
         dispatch_s: Of these, seconds until the device call returned to the host.
         copy_s: Of these, seconds spent on the plan's block copies.
+        compile_s: Of these, seconds spent on programs that were not there yet; in none of the three above.
     """
 
     tokens: list[int]
@@ -108,6 +109,7 @@ class StepResult:
     pack_s: float = 0.0
     dispatch_s: float = 0.0
     copy_s: float = 0.0
+    compile_s: float = 0.0
     ranks: Seq[int] = ()
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
@@ -122,10 +124,14 @@ class Runner(Protocol):
         block_size: Tokens per block of the pools.
         block_bytes: Bytes of one block of each group; empty where nothing weighs them.
         vocab_size: Token ids it can compute are below it; None: any (a simulation).
+        weights_version: Grows with every change of the model's weights: what is cached belongs to the ones before.
     """
 
     block_size: int
     vocab_size: int | None
+
+    @property
+    def weights_version(self) -> int: ...
 
     @property
     def pool_blocks(self) -> tuple[int, ...]: ...

@@ -139,7 +139,7 @@ def rope_tables(positions: Array, frequencies: np.ndarray, factor: float) -> tup
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     def zeros() -> tuple[Array, Array]:
-        return (jnp.zeros((positions.shape[0], len(frequencies))),) * 2
+        return (jnp.zeros((positions.shape[0], len(frequencies)), jnp.float32),) * 2
 
     # The branch is always taken, but XLA cannot know. Without one it fuses the cosines into the queries and
     # keys of every layer (a barrier does not stop it on CPU) and computes them anew for each head.

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
+from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
 
 Array = Any
@@ -41,7 +42,12 @@ def _wants_scores(p: SamplingParams) -> bool:
 
 
 def answer_asked(
-    samples: list[Sequence], tokens: Array, logits: Array, batch: SamplingBatch, max_model_len: int
+    samples: list[Sequence],
+    tokens: Array,
+    logits: Array,
+    batch: SamplingBatch,
+    max_model_len: int,
+    compiling: CompileClock,
 ) -> Asked:
     """Bring a step's samples to the host, with what their requests ask for.
 
@@ -51,14 +57,15 @@ def answer_asked(
         logits: f32[Q, V] they were drawn from.
         batch: Parameters of the Q rows.
         max_model_len: Bounds the length of lists of changed tokens.
+        compiling: Takes the seconds of programs that have to be compiled.
     """
     rows, vocab_size = logits.shape
     adjustments = Adjustments.pack(samples, rows, vocab_size, max_model_len)
     if adjustments is not None:
-        tokens = draw_adjusted(logits, batch, adjustments)
+        tokens = compiling.call(draw_adjusted, logits, batch, adjustments)
     count = len(samples)
     drawn = np.asarray(tokens)[:count].tolist()
     if not any(_wants_scores(seq.request.sampling) for seq in samples):
         return Asked(drawn, [], [], None, None)
-    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in score(logits, tokens))
+    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in compiling.call(score, logits, tokens))
     return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)

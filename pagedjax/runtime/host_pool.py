@@ -10,6 +10,7 @@ import numpy as np
 
 from pagedjax.cache import CopyBatch, CopyPlan
 from pagedjax.kernels import KVLayout, KVPool, copy_blocks, gather_blocks, scatter_blocks
+from pagedjax.runtime.compile_clock import CompileClock
 
 # Blocks per call. A fork of n samples copies n-1 blocks, and padding is gathered too; a sequence that is
 # swapped moves many.
@@ -42,11 +43,15 @@ class BlockCopies:
     Args:
         layouts: One per KV group.
         host_blocks: Host blocks per group; 0: plans hold no swaps.
+        compiling: Takes the seconds of programs that have to be compiled.
     """
 
-    def __init__(self, layouts: Sequence[KVLayout], host_blocks: int = 0) -> None:
+    def __init__(
+        self, layouts: Sequence[KVLayout], host_blocks: int = 0, compiling: CompileClock | None = None
+    ) -> None:
         self.host_blocks = host_blocks
         self.hosts = tuple(HostPool(layout, host_blocks) for layout in layouts)
+        self._call = (compiling or CompileClock()).call
         self._copy = jax.jit(copy_blocks, donate_argnums=0)
         self._gather = jax.jit(gather_blocks)
         self._scatter = jax.jit(scatter_blocks, donate_argnums=0)
@@ -61,12 +66,12 @@ class BlockCopies:
         out = []
         for pool, host in zip(pools, self.hosts, strict=True):
             none = np.full(_FEW, -1, np.int32)
-            pool = self._copy(pool, none, none)
+            pool = self._call(self._copy, pool, none, none)
             for size in (_FEW, _MANY) if self.host_blocks else ():
                 none = np.full(size, -1, np.int32)
                 blocks = np.zeros((host.data.shape[1], size, *host.data.shape[2:]), host.data.dtype)
-                self._gather(pool, none)
-                pool = self._scatter(pool, none, blocks)
+                self._call(self._gather, pool, none)
+                pool = self._call(self._scatter, pool, none, blocks)
             out.append(pool)
         return tuple(out)
 
@@ -84,7 +89,7 @@ class BlockCopies:
     def _run(self, pool: KVPool, batch: CopyBatch) -> KVPool:
         if batch.kind == "cow":
             for part, ids in _slices(batch.src, (_FEW,)):
-                pool = self._copy(pool, ids, _padded(batch.dst[part], len(ids)))
+                pool = self._call(self._copy, pool, ids, _padded(batch.dst[part], len(ids)))
             return pool
         host = self.hosts[batch.group].data
         slots = batch.dst if batch.kind == "swap_out" else batch.src
@@ -104,7 +109,7 @@ class BlockCopies:
         shape = (len(ids), layout.num_layers, layout.block_size, layout.width)
         out = np.empty(shape, jax.numpy.dtype(layout.dtype))
         for part, padded in _slices(ids, (_FEW, _MANY)):
-            blocks = np.asarray(self._gather(pool, padded))
+            blocks = np.asarray(self._call(self._gather, pool, padded))
             out[part] = blocks.transpose(1, 0, 2, 3)[: len(out[part])]
         return out
 
@@ -119,7 +124,7 @@ class BlockCopies:
         for part, padded in _slices(ids, (_FEW, _MANY)):
             full = np.zeros((blocks.shape[1], len(padded), *blocks.shape[2:]), blocks.dtype)
             full[:, : len(blocks[part])] = blocks[part].transpose(1, 0, 2, 3)
-            pool = self._scatter(pool, padded, full)
+            pool = self._call(self._scatter, pool, padded, full)
         return pool
 
 

@@ -6,6 +6,7 @@ so what `prompt_logprobs` adds is the output matrix over the asked positions, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from pagedjax.engine import TokenScores
 from pagedjax.engine.step import StepPlan
+from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.sampling import score_tokens
 
 Array = Any
@@ -38,13 +40,16 @@ class PromptScores:
         """Programs compiled so far: one per number of tokens in a bucket that was asked about."""
         return self._score._cache_size()  # type: ignore[attr-defined]
 
-    def of(self, plan: StepPlan, params: dict[str, Any], hidden: Array) -> dict[int, TokenScores]:
+    def of(
+        self, plan: StepPlan, params: dict[str, Any], hidden: Array, compiling: CompileClock
+    ) -> dict[int, TokenScores]:
         """Scores by row of the plan, for the rows whose requests ask and whose tokens predict prompt tokens.
 
         Args:
             plan: What ran.
             params: The model's.
             hidden: f[T, D] of the step's tokens.
+            compiling: Takes the seconds of programs that have to be compiled.
         """
         found: dict[int, TokenScores] = {}
         first = 0
@@ -53,16 +58,18 @@ class PromptScores:
             if request.sampling.prompt_logprobs is not None:
                 targets = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
                 if targets:
-                    found[number] = self._run(params, hidden, first, np.array(targets, np.int32))
+                    score = functools.partial(compiling.call, self._score, params, hidden)
+                    found[number] = _in_parts(score, first, np.array(targets, np.int32))
             first += row.num_tokens
         return found
 
-    def _run(self, params: dict[str, Any], hidden: Array, first: int, targets: np.ndarray) -> TokenScores:
-        parts = []
-        for done in range(0, len(targets), _ROWS):
-            count = min(_ROWS, len(targets) - done)
-            at, tokens = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, np.int32)
-            at[:count] = np.arange(first + done, first + done + count)
-            tokens[:count] = targets[done : done + count]
-            parts.append([np.asarray(x)[:count] for x in self._score(params, hidden, at, tokens)])
-        return TokenScores(*(np.concatenate(column) for column in zip(*parts)))
+
+def _in_parts(score: Callable[[np.ndarray, np.ndarray], Any], first: int, targets: np.ndarray) -> TokenScores:
+    parts = []
+    for done in range(0, len(targets), _ROWS):
+        count = min(_ROWS, len(targets) - done)
+        at, tokens = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, np.int32)
+        at[:count] = np.arange(first + done, first + done + count)
+        tokens[:count] = targets[done : done + count]
+        parts.append([np.asarray(x)[:count] for x in score(at, tokens)])
+    return TokenScores(*(np.concatenate(column) for column in zip(*parts)))

@@ -21,9 +21,11 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.asked import answer_asked
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
 from pagedjax.runtime.checked import StepChecks
+from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
+from pagedjax.runtime.settings import own_settings
 
 Array = Any
 
@@ -43,7 +45,7 @@ class StepOutput(NamedTuple):
 
 
 class JaxRunner:
-    """Runs plans on a jax device.
+    """Runs plans on a jax device, under JAX settings of its own (`runtime.settings`).
 
     Args:
         model: Shapes of the decoder.
@@ -62,11 +64,13 @@ class JaxRunner:
 
     Attributes:
         pools: The KV pool of each group, donated to each step and replaced by what it returns.
+        weights_version: Grows with every change of the weights; the engine sees it and computes anew what is cached.
 
     Raises:
         ValueError: As many layouts are given as neither one nor the model's groups, or they disagree.
     """
 
+    @own_settings()
     def __init__(
         self,
         model: ModelConfig,
@@ -83,15 +87,17 @@ class JaxRunner:
     ) -> None:
         native.prepare(implementation)
         self.model = model
-        self.params = jax.tree.map(row_by_row, params)
+        self._params = jax.tree.map(row_by_row, params)
+        self.weights_version = 0
         self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
         windows = _windows(model, self.layouts)
         self.pool_blocks = tuple(layout.num_blocks for layout in self.layouts)
         self.block_size = self.layout.block_size
         self.vocab_size: int | None = model.vocab_size
         self.buckets = buckets or Buckets(config)
-        self.pools: tuple[KVPool, ...] = tuple(make_pool(layout) for layout in self.layouts)
-        self.copies = BlockCopies(self.layouts, host_blocks)
+        self.pools: tuple[KVPool, ...] = self._new_pools()
+        self._compiling = CompileClock()
+        self.copies = BlockCopies(self.layouts, host_blocks, self._compiling)
         self.on_compile = on_compile
         self.writable = writable
         self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
@@ -128,6 +134,38 @@ class JaxRunner:
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef))
         self._max_model_len = max_model_len
 
+    def _new_pools(self) -> tuple[KVPool, ...]:
+        """Empty pools, committed to the weights' device where those are: a step returns them so.
+
+        A pool that is not would give the first bucket's program a second time, with every later pool.
+        """
+        held = (x.sharding for x in jax.tree.leaves(self._params) if isinstance(x, jax.Array) and x.committed)
+        pools = tuple(make_pool(layout) for layout in self.layouts)
+        return jax.device_put(pools, next(held, None))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The weights, to read: a plain dict made afresh. `update_weights` changes them."""
+        own: dict[str, Any] = jax.tree.map(lambda leaf: leaf, self._params)
+        return own
+
+    @own_settings()
+    def update_weights(self, params: dict[str, Any]) -> None:
+        """Compute with other weights from the next step on.
+
+        What the pools hold was computed with the old ones. The engine above sees that `weights_version` has grown and
+        computes anew what is cached, pinned or running (`Engine.step`); `LLM.update_weights` does it at once.
+
+        Args:
+            params: As given at first: the same names, shapes and dtypes.
+
+        Raises:
+            ValueError: Names what differs; nothing was changed.
+        """
+        check_same_shapes(self._params, params)
+        self._params = jax.tree.map(row_by_row, params)
+        self.weights_version += 1
+
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each group."""
@@ -138,27 +176,43 @@ class JaxRunner:
         """Layout of the first group's pool."""
         return self.layouts[0]
 
+    @own_settings()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan's copies, then its rows; the pools are updated in place."""
         started = time.perf_counter()
+        compiling = self._compiling
+        compiling.seconds = 0.0
         self.run_copies(plan.copies)
         copied = time.perf_counter()
+        copy_s = copied - started - compiling.seconds
         if not plan.rows:
-            return StepResult([], [], copied - started, copy_s=copied - started)
+            return StepResult([], [], copied - started, copy_s=copy_s, compile_s=compiling.seconds)
         bucket = self.buckets.smallest(plan)
         batch = self._pack(plan, bucket)
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())
         packed = time.perf_counter()
+        before = compiling.seconds
         out = self._dispatch(bucket, batch)
-        dispatched = time.perf_counter()
+        dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
-        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len)
-        prompt = self.prompt_scores.of(plan, self.params, out.hidden)
-        elapsed = time.perf_counter() - started
-        times = (elapsed, packed - copied, dispatched - packed, copied - started)
-        return StepResult(asked.tokens, asked.logprobs, *times, *asked[2:], prompt)
+        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling)
+        prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
+        return StepResult(
+            asked.tokens,
+            asked.logprobs,
+            time.perf_counter() - started,
+            pack_s=packed - copied,
+            dispatch_s=dispatch_s,
+            copy_s=copy_s,
+            compile_s=compiling.seconds,
+            ranks=asked.ranks,
+            top_ids=asked.top_ids,
+            top_logprobs=asked.top_logprobs,
+            prompt=prompt,
+        )
 
+    @own_settings()
     def recover(self) -> bool:
         """New pools where a failed step, to which the old ones were donated, did not give them back.
 
@@ -168,14 +222,16 @@ class JaxRunner:
         try:
             jax.block_until_ready([pool.data for pool in self.pools])
         except RuntimeError:  # deleted, or the result of a computation that failed
-            self.pools = tuple(make_pool(layout) for layout in self.layouts)
+            self.pools = self._new_pools()
             return True
         return False
 
+    @own_settings()
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
         self.pools = self.copies.run(self.pools, copies)
 
+    @own_settings()
     def warm_up(
         self, on_done: Callable[[Bucket], None] | None = None, buckets: Iterable[Bucket] | None = None
     ) -> None:
@@ -192,6 +248,7 @@ class JaxRunner:
             if on_done is not None:
                 on_done(bucket)
 
+    @own_settings()
     def step_args(
         self, bucket: Bucket, layout: KVLayout | None = None
     ) -> tuple[dict[str, Any], tuple[KVPool, ...], StepBatch]:
@@ -204,8 +261,9 @@ class JaxRunner:
         layouts = self.layouts if layout is None else (layout,)
         pools = tuple(KVPool(jax.ShapeDtypeStruct(l.shape, l.dtype), l) for l in layouts)  # type: ignore[arg-type]
         empty: StepPlan = StepPlan(0, (), (), CopyPlan())
-        return self.params, pools, self._pack(empty, bucket)
+        return self._params, pools, self._pack(empty, bucket)
 
+    @own_settings()
     def lower(self, bucket: Bucket, layout: KVLayout | None = None) -> jax.stages.Lowered:
         """The step of a bucket, lowered but not run, for memory analysis; arguments as of `step_args`."""
         return self.step_fn.lower(*self.step_args(bucket, layout))
@@ -220,8 +278,38 @@ class JaxRunner:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add(bucket)
-        out, self.pools = self.step_fn(self.params, self.pools, batch)
+        out, self.pools = self._compiling.call(self.step_fn, self._params, self.pools, batch)
         return out
+
+
+def check_same_shapes(ours: dict[str, Any], theirs: Any) -> None:
+    """Refuse weights of another model: the compiled steps take these names, shapes and dtypes and no others.
+
+    Raises:
+        ValueError: Names the first leaf that differs.
+    """
+
+    def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): (
+                np.shape(x),
+                str(getattr(x, "dtype", "?")),
+            )
+            for path, x in found
+        }
+
+    have, given = leaves(ours), leaves(theirs)
+    for name in sorted(have.keys() | given.keys()):
+        if have.get(name) != given.get(name):
+            wanted, got = (
+                "no such leaf" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+                for leaf in (have.get(name), given.get(name))
+            )
+            raise ValueError(
+                f"weights {name}: given {got}, this model has {wanted}; weights are changed for others of the same "
+                "shapes and dtypes, for another model build another LLM"
+            )
 
 
 def row_by_row(array: Array) -> Array:

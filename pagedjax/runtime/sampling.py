@@ -113,8 +113,10 @@ def score_tokens(logits: Array, tokens: Array) -> tuple[Array, Array, Array, Arr
 
 def _gumbel(seed: Array, sample: Array, position: Array, size: int) -> Array:
     numbers = jnp.stack([sample, position])
+    # By name: another default, such as rbg, draws alike for all rows of a vmapped call.
+    start = jax.random.key(seed, impl="threefry2x32")
     # A loop and not two calls: the hash is compiled once.
-    key = jax.lax.fori_loop(0, 2, lambda i, key: jax.random.fold_in(key, numbers[i]), jax.random.key(seed))
+    key = jax.lax.fori_loop(0, 2, lambda i, key: jax.random.fold_in(key, numbers[i]), start)
     return jax.random.gumbel(key, (size,), jnp.float32)
 
 
@@ -129,7 +131,7 @@ def _draw_filtered(scaled: Array, noise: Array, batch: SamplingBatch) -> Array:
     def narrow(which: Array, keep: Array) -> Array:
         """First by rank, then by probability; a cap of 1 keeps what rounding would drop."""
         weights = jnp.where(which == 0, 1.0, jnp.where(keep, likely, 0.0))
-        top_k = jnp.where(batch.top_k > 0, batch.top_k, jnp.inf)
+        top_k = jnp.where(batch.top_k > 0, batch.top_k.astype(jnp.float32), jnp.inf)
         top_p = jnp.where(batch.top_p < 1.0, batch.top_p * weights.sum(axis=-1), jnp.inf)
         return keep & _leading(scaled, weights, jnp.where(which == 0, top_k, top_p))
 

@@ -99,6 +99,11 @@ class RecordedBeams:
         self._runner = runner
         self._rows: dict[tuple[str, tuple[int, ...]], list[tuple[np.ndarray, np.ndarray]]] = {}
 
+    @property
+    def weights_version(self) -> int:
+        """The runner's."""
+        return self._runner.weights_version
+
     def recover(self) -> bool:
         """What the runner says."""
         return self._runner.recover()

@@ -74,6 +74,7 @@ class SimRunner:
         self.pool_blocks = pool_blocks
         self.block_size = block_size
         self.vocab_size: int | None = None
+        self.weights_version = 0
         self._step_s = step_s
         self._clock = clock
         self._answers = answers

@@ -53,6 +53,7 @@ class ToyRunner:
         self.pool = np.full((manager.num_blocks, manager.block_size), UNWRITTEN, np.int64)
         self.host = np.full((manager.host_blocks, manager.block_size), UNWRITTEN, np.int64)
         self.block_bytes = (1000,)
+        self.weights_version = 0
         self.token_s, self.block_s = 0.0, 0.0  # seconds per token and per swapped block
         self.plans: list[StepPlan] = []
 

@@ -131,18 +131,18 @@ def test_generate_returns_nobody_elses_output_and_loses_none(make_llm):
 
 def test_a_prompt_that_cannot_be_added_leaves_none_behind(make_llm, monkeypatch):
     llm = make_llm()
-    add, added = llm.engine.add, []
+    add, names = llm.engine._add, []
 
-    def second_fails(*args, **options):
+    def second_fails(added, *rest):
         if added:
             raise ValueError("no more")
-        added.append(add(*args, **options))
-        return added[-1]
+        add(added, *rest)
+        names.extend(added)
 
-    monkeypatch.setattr(llm.engine, "add", second_fails)
+    monkeypatch.setattr(llm.engine, "_add", second_fails)
     with pytest.raises(ValueError, match="no more"):
         llm.generate([[5, 6, 7], [5, 6, 8]])
-    assert added and not llm.engine.has_work
+    assert names and not llm.engine.has_work
 
 
 def test_B125_F043_no_entrance_takes_ids_that_the_embedding_lacks(make_llm, tmp_path):

@@ -119,7 +119,7 @@ def test_B105_after_a_reset_nothing_stale_is_served(tiny, make_engine):
 
     from pagedjax.testing import tiny_params
 
-    config, params = tiny
+    config, _ = tiny
     engine = make_engine(tiny, host_blocks=64)
     prompts = _prompts(2, length=30)
     for prompt in prompts:
@@ -131,16 +131,17 @@ def test_B105_after_a_reset_nothing_stale_is_served(tiny, make_engine):
     _run(engine)
     assert engine.manager.reset("strict")
     other = jax.device_put(tiny_params(config, seed=1))
-    engine.runner.params = other
+    params = engine.runner.params
+    engine.runner.update_weights(other)
     try:
         again = engine.add(prompts[0], greedy(8))
         after = _run(engine)[again]
         fresh = make_engine(tiny)
-        fresh.runner.params = other
+        fresh.runner.update_weights(other)
         expected = fresh.add(prompts[0], greedy(8))
         _assert_same({again: after}, [again], [_run(fresh)[expected]])
     finally:
-        engine.runner.params = params
+        engine.runner.update_weights(params)
     assert after.num_cached_tokens == 0
 
 

@@ -163,7 +163,7 @@ class JaxRunner:
             ValueError: Names what differs; nothing was changed.
         """
         check_same_shapes(self._params, params)
-        self._params = jax.tree.map(row_by_row, params)
+        self._params = jax.tree.map(_in_place_of, self._params, params)
         self.weights_version += 1
 
     @property
@@ -310,6 +310,13 @@ def check_same_shapes(ours: dict[str, Any], theirs: Any) -> None:
                 f"weights {name}: given {got}, this model has {wanted}; weights are changed for others of the same "
                 "shapes and dtypes, for another model build another LLM"
             )
+
+
+def _in_place_of(old: Array, new: Array) -> Array:
+    """A new array where the old one lies, so that no program is compiled anew for it."""
+    if isinstance(old, jax.Array):
+        new = jax.device_put(new, old.sharding if old.committed else None)
+    return row_by_row(new)
 
 
 def row_by_row(array: Array) -> Array:

@@ -24,7 +24,7 @@ class _Runner:
 
     def __init__(self, manager):
         self.pool_blocks, self.block_size, self.block_bytes = manager.pool_blocks, manager.block_size, (1000,)
-        self.vocab_size, self.fails = 50, False
+        self.vocab_size, self.weights_version, self.fails = 50, 0, False
 
     def execute(self, plan):
         if self.fails:

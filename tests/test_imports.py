@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "pagedjax.models.gguf_tokenizer": {*SHAPES, "tokenizers"},
     "pagedjax.engine": HOST | {"numpy"},
     "pagedjax.engine.text_stream": {"pagedjax.engine", "numpy"},
-    "pagedjax.engine.preemption": CACHE,
+    "pagedjax.engine.preemption": CACHE | {"pagedjax.engine.times"},
+    "pagedjax.engine.times": set(),
     "pagedjax.engine.interrupts": set(),
     "pagedjax.sim": HOST | {"pagedjax.sim", "pagedjax.paths", "numpy"},
     "pagedjax.sim.trace.rows": {"pagedjax.sim.records", "pyarrow"},
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     },
     "pagedjax.runtime": HOST
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "jax", "jaxlib", "flax", "numpy", "chex"},
+    "pagedjax.runtime.pools": HOST | {"pagedjax.kernels", "jax", "psutil"},
     "pagedjax.runtime.snapshot": HOST
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "orbax", "numpy"},
 }

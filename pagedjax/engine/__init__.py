@@ -20,7 +20,7 @@ from pagedjax.engine.step import (
     StepResult,
     TokenScores,
 )
-from pagedjax.engine.times import Times
+from pagedjax.engine.times import Seconds
 
 __all__ = [
     "CompletionOutput",
@@ -32,12 +32,12 @@ __all__ = [
     "Runner",
     "SamplingParams",
     "Scheduler",
+    "Seconds",
     "Sequence",
     "SequenceRecord",
     "StepPlan",
     "StepRecord",
     "StepResult",
-    "Times",
     "TokenScores",
     "make_manager",
 ]

@@ -16,23 +16,12 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pagedjax.cache import CopyPlan
+from pagedjax.engine.times import StepSeconds
 
 _WINDOW = 15
 _LEAST_TOKENS = 8  # a step of fewer tokens says little about the rate of a prefill
-
-
-class _Result(Protocol):
-    @property
-    def elapsed_s(self) -> float: ...
-
-    @property
-    def copy_s(self) -> float: ...
-
-    @property
-    def compile_s(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -49,7 +38,7 @@ class PreemptionCost:
     _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
-    def observe(self, num_tokens: int, num_prefills: int, copies: CopyPlan, result: _Result) -> None:
+    def observe(self, num_tokens: int, num_prefills: int, copies: CopyPlan, result: StepSeconds) -> None:
         """Book a step.
 
         Args:

@@ -17,7 +17,7 @@ import numpy as np
 
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.cache.rules import require
-from pagedjax.engine.times import Spent, Times
+from pagedjax.engine.times import Seconds, Spent
 
 MAX_CANDIDATES = 64  # likeliest tokens a step reports per sample: bounds logprobs=k and the width of beams
 MAX_BIASED = 300
@@ -359,7 +359,7 @@ class Request:
         num_cached_tokens: Prompt tokens hit at the first admission; None before it.
         miss_reason, matched_tokens: What that lookup said.
         num_copies: Blocks copied on write, by sequences that have already given theirs back.
-        num_preemptions: Times it lost its blocks.
+        num_preemptions: Seconds it lost its blocks.
         first_token_at: Engine clock at its first token, seconds.
         spent: Seconds of the steps it had a part in.
         first_times: Where the seconds to its first token went.
@@ -386,7 +386,7 @@ class Request:
     num_preemptions: int = 0
     first_token_at: float | None = None
     spent: Spent = field(default_factory=Spent)
-    first_times: Times | None = None
+    first_times: Seconds | None = None
     priority: int = 0
     number: int = 0
     swapped: bool = False
@@ -445,7 +445,7 @@ class RequestOutput:
         miss_reason: Why the prefix match stopped there (a `MissReason` value).
         matched_tokens: Tokens that matched, counted below block granularity where the index knows it.
         num_copies: Blocks copied on write for this request.
-        num_preemptions: Times it lost its blocks and was resumed.
+        num_preemptions: Seconds it lost its blocks and was resumed.
         ttft_s: Seconds from `add` to the first token; None before it.
         latency_s: Seconds from `add` to the last token; None before it finished.
         ttft_times: Where the first went: waiting, computing, copying, compiling.
@@ -464,8 +464,8 @@ class RequestOutput:
     num_preemptions: int
     ttft_s: float | None = None
     latency_s: float | None = None
-    ttft_times: Times | None = None
-    times: Times | None = None
+    ttft_times: Seconds | None = None
+    times: Seconds | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
     @property

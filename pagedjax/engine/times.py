@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
-class Times(NamedTuple):
+class Seconds(NamedTuple):
     """Where a request's seconds went; together they are all of its time.
 
     Attributes:
@@ -22,7 +22,12 @@ class Times(NamedTuple):
     compiling_s: float
 
 
-class _Result(Protocol):
+class StepSeconds(Protocol):
+    """What a step's result says of its time; see `StepResult`."""
+
+    @property
+    def elapsed_s(self) -> float: ...
+
     @property
     def copy_s(self) -> float: ...
 
@@ -38,13 +43,13 @@ class Spent:
     copying_s: float = 0.0
     compiling_s: float = 0.0
 
-    def add(self, step_s: float, result: _Result) -> None:
+    def add(self, step_s: float, result: StepSeconds) -> None:
         """A step of so many seconds on the engine's clock, copies and compiling among them."""
         self.computing_s += step_s - result.copy_s - result.compile_s
         self.copying_s += result.copy_s
         self.compiling_s += result.compile_s
 
-    def of(self, total_s: float) -> Times:
+    def of(self, total_s: float) -> Seconds:
         """The parts of all seconds since the request came; what no step accounts for is waiting."""
         parts = (self.computing_s, self.copying_s, self.compiling_s)
-        return Times(total_s - sum(parts), *parts)
+        return Seconds(total_s - sum(parts), *parts)

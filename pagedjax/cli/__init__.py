@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": "pagedjax.cli.trace",
     "curve": "pagedjax.cli.curve",
     "sharing": "pagedjax.cli.sharing",
+    "simulate": "pagedjax.cli.simulate",
     "fleet": "pagedjax.cli.fleet",
     "report": "pagedjax.cli.report",
     "experiment": "pagedjax.cli.experiment",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def _write(path: Path, result: FleetResult) -> None:
         for record in result.records:
             row = {
                 "number": record.number,
-                **vars(record.times),
+                **asdict(record.times),
                 "instance": record.instance,
                 "decode_instance": record.decode_instance or None,
                 "routed": record.reason,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request's times on one clock, in seconds.
 
@@ -50,6 +53,10 @@ class RequestRecord:
         return (self.finished_s - self.first_token_s) / max(self.num_output - 1, 1)
 
     @property
+    def latency_s(self) -> float:
+        return self.finished_s - self.arrival_s
+
+    @property
     def normalized_s(self) -> float:
         """Latency over output tokens (PagedAttention §6.1)."""
         return (self.finished_s - self.arrival_s) / self.num_output
@@ -67,7 +74,7 @@ class Summary:
         normalized_s: Mean normalized latency.
         hit_by_token: Cached prompt tokens over prompt tokens.
         preemptions: Over all requests.
-        ttft_s / queue_s / prefill_s / tpot_s: Percentile → value.
+        ttft_s / queue_s / prefill_s / tpot_s / latency_s: Percentile → value.
     """
 
     requests: int
@@ -82,6 +89,72 @@ class Summary:
     queue_s: dict[int, float]
     prefill_s: dict[int, float]
     tpot_s: dict[int, float]
+    latency_s: dict[int, float]
+
+
+_TIMES = ("ttft_s", "queue_s", "prefill_s", "tpot_s", "latency_s", "normalized_s")
+_PERCENTILES = (50, 90, 99)
+
+
+class Tally:
+    """Adds records up without keeping them: six numbers of 8 bytes a request, and counts.
+
+    Args:
+        ttft_limit_s / tpot_limit_s: Limits of goodput.
+
+    Attributes:
+        requests / good: Records added; of these, within both limits.
+        reasons: Why they ended → how many.
+    """
+
+    def __init__(self, *, ttft_limit_s: float = math.inf, tpot_limit_s: float = math.inf) -> None:
+        self._limits = ttft_limit_s, tpot_limit_s
+        self._times = {name: array("d") for name in _TIMES}
+        self._first, self._last = math.inf, -math.inf
+        self._input = self._output = self._cached = self._preemptions = 0
+        self.requests = self.good = 0
+        self.reasons: Counter[str] = Counter()
+
+    def add(self, record: RequestRecord) -> None:
+        """Count one finished request."""
+        for name, values in self._times.items():
+            values.append(getattr(record, name))
+        self._first = min(self._first, record.arrival_s)
+        self._last = max(self._last, record.finished_s)
+        self._input += record.num_input
+        self._output += record.num_output
+        self._cached += record.num_cached
+        self._preemptions += record.num_preemptions
+        self.requests += 1
+        self.good += record.ttft_s <= self._limits[0] and record.tpot_s <= self._limits[1]
+        self.reasons[record.reason] += 1
+
+    def summary(self) -> Summary:
+        """What was added, boiled down.
+
+        Raises:
+            ValueError: Nothing was added.
+        """
+        if not self.requests:
+            raise ValueError("records: none given; run until a request ends")
+        span = max(self._last - self._first, 1e-12)
+        times = {name: np.frombuffer(values) for name, values in self._times.items()}
+        shares = {
+            name: {p: float(np.percentile(values, p)) for p in _PERCENTILES}
+            for name, values in times.items()
+            if name != "normalized_s"
+        }
+        return Summary(
+            requests=self.requests,
+            span_s=span,
+            requests_per_s=self.requests / span,
+            tokens_per_s=self._output / span,
+            goodput=self.good / span,
+            normalized_s=float(np.mean(times["normalized_s"])),
+            hit_by_token=self._cached / self._input,
+            preemptions=self._preemptions,
+            **shares,
+        )
 
 
 def summarize(
@@ -99,27 +172,7 @@ def summarize(
     Raises:
         ValueError: No record.
     """
-    if not records:
-        raise ValueError("records: none given; run until a request ends")
-    span = max(r.finished_s for r in records) - min(r.arrival_s for r in records)
-    span = max(span, 1e-12)
-    good = sum(r.ttft_s <= ttft_limit_s and r.tpot_s <= tpot_limit_s for r in records)
-
-    def percentiles(name: str) -> dict[int, float]:
-        values = np.array([getattr(r, name) for r in records])
-        return {p: float(np.percentile(values, p)) for p in (50, 90, 99)}
-
-    return Summary(
-        requests=len(records),
-        span_s=span,
-        requests_per_s=len(records) / span,
-        tokens_per_s=sum(r.num_output for r in records) / span,
-        goodput=good / span,
-        normalized_s=float(np.mean([r.normalized_s for r in records])),
-        hit_by_token=sum(r.num_cached for r in records) / sum(r.num_input for r in records),
-        preemptions=sum(r.num_preemptions for r in records),
-        ttft_s=percentiles("ttft_s"),
-        queue_s=percentiles("queue_s"),
-        prefill_s=percentiles("prefill_s"),
-        tpot_s=percentiles("tpot_s"),
-    )
+    tally = Tally(ttft_limit_s=ttft_limit_s, tpot_limit_s=tpot_limit_s)
+    for record in records:
+        tally.add(record)
+    return tally.summary()

@@ -27,6 +27,7 @@ from pagedjax.sim.metrics import RequestRecord, Summary, summarize
 from pagedjax.sim.trace import Trace, TraceRequest
 
 # Tokens that stand for content a trace does not identify: i32, out of the way of ids and vocabularies.
+_OWN_NUMBER = 1 << 28
 _OWN_PROMPT = 1 << 29
 _OWN_ANSWER = 1 << 30
 _MOST_SKIPPED = 4096
@@ -112,8 +113,8 @@ class _Quiet(Engine):
 class Prompts:
     """Token ids for a trace's prompts, made so that they are equal exactly where the identities are.
 
-    A granule's tokens are its id, repeated; numbered anew where ids do not fit. What has no identity gets
-    a token of its own.
+    A granule's tokens are its id, repeated; large ids and those below 0 are numbered, in a table. What has no
+    identity gets a token of its own.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -127,7 +128,10 @@ class Prompts:
         own = np.full(request.num_input, _OWN_PROMPT + number, dtype=np.int32)
         if request.granule_ids is not None:
             dense = self._dense
-            ids = [dense.setdefault(i, len(dense)) for i in request.granule_ids.tolist()]
+            ids = [
+                i if 0 <= i < _OWN_NUMBER else dense.setdefault(i, _OWN_NUMBER + len(dense))
+                for i in request.granule_ids.tolist()
+            ]
             spread = np.repeat(np.array(ids, dtype=np.int32), self._granularity)[: request.num_input]
             own[: len(spread)] = spread
         return own
@@ -146,6 +150,8 @@ class Simulation:
         sampled: Values of the `watch` hook averaged over busy time.
         refused: Requests that could never run.
         num_swaps: Preemptions that moved blocks to the host.
+        held: Share of the pool that sequences hold, averaged over busy time.
+        most_held: Its largest value.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -156,6 +162,8 @@ class Simulation:
     sampled: dict[str, float] = field(default_factory=dict)
     refused: int = 0
     num_swaps: int = 0
+    held: float = 0.0
+    most_held: float = 0.0
 
     def summary(self, **limits: float) -> Summary:
         return summarize(self.records, **limits)
@@ -212,6 +220,7 @@ class Instance:
         self.admitted: dict[str, float] = {}
         self.started: list[str] = []
         self.result = Simulation()
+        self._manager = manager
         self.n = n
         self.beams = beams
         self._watch = watch
@@ -241,6 +250,10 @@ class Instance:
             return math.inf
         return self.clock.now if self._ahead is None else float(self._ahead[-1])
 
+    def _held(self) -> float:
+        """Share of the pool that sequences hold."""
+        return 1 - self._manager.num_free / self._manager.num_usable
+
     def _answer(self, request_id: str, sample: int, position: int) -> int:
         request, _ = self.live[request_id]
         if request.output_ids is not None and sample == 0:
@@ -261,6 +274,9 @@ class Instance:
         result.num_steps += 1
         result.busy_s += elapsed
         result.batch += elapsed * len(plan.rows)
+        held = self._held()
+        result.held += elapsed * held
+        result.most_held = max(result.most_held, held)
         if self._watch is not None:
             for name, value in self._watch(plan).items():
                 result.sampled[name] = result.sampled.get(name, 0.0) + elapsed * value
@@ -369,6 +385,7 @@ class Instance:
         self.result.num_steps += count
         self.result.busy_s += busy
         self.result.batch += busy * len(scheduler.running)
+        self.result.held += busy * self._held()  # quiet steps take no block and give none back
         if self._on_quiet is not None:
             self._on_quiet(np.diff(ends[: count + 1]), len(scheduler.running))
 
@@ -398,6 +415,7 @@ class Instance:
         result = self.result
         busy = result.busy_s or 1.0
         result.batch /= busy
+        result.held /= busy
         result.num_swaps = self.engine.scheduler.num_swaps
         result.sampled = {k: v / busy for k, v in result.sampled.items()}
         result.plan_hash = self._hasher.hexdigest() if self._hasher is not None else ""
@@ -422,6 +440,7 @@ def simulate(
     hash_plans: bool = False,
     skip: bool = True,
     observe: Callable[[Engine], AbstractContextManager[object]] | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
 ) -> Simulation:
     """Play a trace through the real engine on a virtual clock.
 
@@ -440,6 +459,7 @@ def simulate(
         skip: Do not plan decode steps in which nothing but the next token can happen; same records, much
             sooner. Needs a cost model and one sample per request, and gives way to `watch` and `hash_plans`.
         observe: Engine → what is entered for the run, such as a `pagedjax.report.record.Recorder` of it.
+        on_record: Gets each record in place of the result, which then keeps none: memory stays flat.
 
     Returns:
         Records and totals.
@@ -455,6 +475,7 @@ def simulate(
         hash_plans=hash_plans,
     )
     skips = skip and not (watch is not None or hash_plans or n > 1 or beams is not None)
+    keep = run.result.records.append if on_record is None else on_record
     prompts = Prompts(trace)
     coming = iter(enumerate(trace))
     following = next(coming, None)
@@ -471,7 +492,8 @@ def simulate(
                     run.result.refused += 1
                 following = next(coming, None)
             if run.engine.has_work:
-                run.result.records += [record for _, record in run.step()]
+                for _, record in run.step():
+                    keep(record)
                 if skips:
                     run.look_ahead()
                     run.catch_up(min(until_s, following[1].arrival_s if following is not None else until_s))

@@ -1,0 +1,333 @@
+"""`pagedjax simulate`: a trace through the real scheduler and cache manager, on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, Opener, requests_bar, trace_options
+from pagedjax.config import CacheConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from pagedjax.sim.fleet.settings import InstanceSpec
+    from pagedjax.sim.metrics import RequestRecord, Tally
+    from pagedjax.sim.simulator import Simulation
+    from pagedjax.sim.trace import Trace
+
+# Of the device alone, or of real arrays: the cost model knows nothing of them.
+_IDLE = ("memory_bytes", "dtype", "hash", "window_groups")
+_SETTINGS = (
+    *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in _IDLE),
+    *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
+)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command("simulate")
+@FILE
+@click.option(
+    "--shape", default="llama-3-8b", show_default=True, help="A config.json, or a name in configs/shapes/."
+)
+@click.option(
+    "--hardware", default="h100-80gb", show_default=True, help="A TOML file, or a name in configs/hardware/."
+)
+@click.option("--devices", type=AT_LEAST_1, default=1, show_default=True, help="So many of them as one.")
+@click.option(
+    "--reserve",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="Share of the memory that is neither weights nor KV, where cache.num_blocks is auto.",
+)
+@click.option("--max-model-len", type=AT_LEAST_1, default=131_072, show_default=True, help="In tokens.")
+@click.option("--n", type=AT_LEAST_1, default=1, show_default=True, help="Samples per request.")
+@click.option("--beam-width", type=AT_LEAST_0, default=0, help="Beam search with drawn candidates.")
+@click.option("--beam-gap", type=_POSITIVE, default=1.0, help="Nats between one candidate and the next.")
+@click.option("--rate", type=_POSITIVE, help="New arrivals: Poisson, so many requests a second.")
+@click.option("--burst", type=AT_LEAST_1, default=1, help="With --rate: in groups of this size.")
+@click.option("--rate-scale", type=_POSITIVE, help="The file's own arrivals, so many times as fast.")
+@click.option("--seed", type=AT_LEAST_0, default=0, show_default=True, help="Of arrivals and candidates.")
+@click.option("--head", type=AT_LEAST_1, help="The first so many requests.")
+@click.option(
+    "--until", type=_POSITIVE, help="Stop the clock then, in seconds; what still runs is not counted."
+)
+@click.option("--ttft", type=_POSITIVE, default=math.inf, help="Promised seconds to the first token.")
+@click.option("--tpot", type=_POSITIVE, default=math.inf, help="Promised seconds per token after it.")
+@click.option("--find-rate", is_flag=True, help="Search the highest rate that keeps the promise.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="With --find-rate: of the requests that must get what was promised.",
+)
+@click.option("--no-skip", is_flag=True, help="Plan every step, those where nothing can happen, too.")
+@click.option("--hash-plans", is_flag=True, help="Print a hash of all plans (and plan every step).")
+@click.option(
+    "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request."
+)
+@click.option(
+    "--record",
+    "record_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the run down, step by step.",
+)
+@trace_options
+@common_options(
+    settings=_SETTINGS, cache_dir=False, scheduler__max_num_seqs=256, scheduler__token_budget=8192
+)
+def command(
+    common: Common,
+    file: Path,
+    open_file: Opener,
+    rate: float | None,
+    burst: int,
+    rate_scale: float | None,
+    seed: int,
+    head: int | None,
+    ttft: float,
+    tpot: float,
+    find_rate: bool,
+    share: float,
+    records: Path | None,
+    record_file: Path | None,
+    **options: Any,
+) -> None:
+    """Play the trace FILE through a simulated engine: its scheduler and cache manager are the real ones.
+
+    Time is a cost model's: the model's shape on the hardware's peaks, with what steps reach of them
+    (docs/experiments.md). --config and --set give the settings of cache and scheduler.
+    """
+    if burst > 1 and rate is None:
+        raise click.UsageError("--burst: has an effect with --rate only; leave it out")
+    if rate is not None and rate_scale is not None:
+        raise click.UsageError("--rate draws new arrivals, --rate-scale keeps the file's; give one of them")
+    if find_rate and min(ttft, tpot) == math.inf:
+        raise click.UsageError("--find-rate: needs a promise; give --ttft and --tpot in seconds")
+    if find_rate and (records is not None or record_file is not None or options["hash_plans"]):
+        raise click.UsageError("--find-rate: runs many simulations; write records of one, without it")
+    spec = _spec(common, options)
+    trace = open_file(file)
+    trace = trace if head is None else trace.head(head)
+    if rate is not None:
+        trace = trace.with_arrivals(rate, seed=seed, burst=burst)
+    if rate_scale is not None:
+        trace = trace.faster(rate_scale)
+    if find_rate:
+        _print_rate(common, trace, spec, seed, options, ttft, tpot, share)
+        return
+    _print_run(common, trace, spec, seed, options, ttft, tpot, records, record_file)
+
+
+def _spec(common: Common, options: dict[str, Any]) -> InstanceSpec:
+    """What is simulated, as one instance of a fleet has it."""
+    from pagedjax.sim.fleet.file import InstanceTable
+
+    names = ("hardware", "devices", "shape", "max_model_len", "reserve")
+    table = InstanceTable(
+        cache=common.config.cache,
+        scheduler=common.config.scheduler,
+        **{name: options.pop(name) for name in names},
+    )
+    (spec,) = table.specs()
+    return spec
+
+
+def _simulate(
+    trace: Trace, spec: InstanceSpec, seed: int, options: dict[str, Any], **more: Any
+) -> tuple[Simulation, Any]:
+    """One run, and its manager."""
+    from pagedjax.sim.beams import Beams
+    from pagedjax.sim.simulator import simulate
+
+    width = options["beam_width"]
+    manager = spec.manager(None)
+    result = simulate(
+        trace,
+        manager,
+        spec.cost,
+        spec.scheduler,
+        max_model_len=spec.max_model_len,
+        n=options["n"],
+        beams=Beams(width, options["beam_gap"], seed) if width else None,
+        until_s=options["until"] or math.inf,
+        hash_plans=options["hash_plans"],
+        skip=not options["no_skip"],
+        **more,
+    )
+    return result, manager
+
+
+def _print_run(
+    common: Common,
+    trace: Trace,
+    spec: InstanceSpec,
+    seed: int,
+    options: dict[str, Any],
+    ttft: float,
+    tpot: float,
+    records: Path | None,
+    record_file: Path | None,
+) -> None:
+    from dataclasses import replace
+
+    from pagedjax.sim.metrics import Tally
+
+    tally = Tally(ttft_limit_s=ttft, tpot_limit_s=tpot)
+    bar = requests_bar("simulate", common.quiet)
+    shown = replace(trace, source=lambda: bar(trace.source()))
+    about = {"kind": "simulated", "trace": trace.digest(), "settings": common.config.to_dict()}
+
+    def observe(engine: Any) -> Any:
+        from pagedjax.report.record import Recorder
+
+        return Recorder(str(record_file), engine, about)
+
+    with _lines(records) as write:
+
+        def keep(record: RequestRecord) -> None:
+            tally.add(record)
+            write(record)
+
+        result, manager = _simulate(
+            shown, spec, seed, options, on_record=keep, observe=observe if record_file is not None else None
+        )
+    if not tally.requests:
+        raise click.UsageError(
+            f"{trace.name}: no request ended ({result.refused:,} could never run); raise --until, --max-model-len "
+            "or the pool"
+        )
+    out = _document(trace, spec, tally, result, manager, ttft, tpot)
+    if common.as_json:
+        emit_json(out)
+    else:
+        _show(out)
+
+
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Callable[[RequestRecord], None]]:
+    """A function that writes one record as a JSON line; nothing where there is no file."""
+    if path is None:
+        yield lambda record: None
+        return
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda record: print(json.dumps(asdict(record)), file=file)
+
+
+def _document(
+    trace: Trace, spec: InstanceSpec, tally: Tally, result: Simulation, manager: Any, ttft: float, tpot: float
+) -> dict[str, Any]:
+    """Everything a run says, as plain data; what is unknown is None."""
+    summary = asdict(tally.summary())
+    times = {
+        name: {f"p{p}": v for p, v in summary.pop(name).items()}
+        for name in ("queue_s", "prefill_s", "ttft_s", "tpot_s", "latency_s")
+    }
+    promised = min(ttft, tpot) < math.inf
+    known = trace.granularity > 0
+    cost: Any = spec.cost
+    reasons = dict(getattr(manager.stats, "miss_reasons", {}))
+    return {
+        "trace": {"name": trace.name, "format": trace.format, "sha256": trace.digest()},
+        "hardware": cost.hardware.name,
+        "blocks": manager.num_usable,
+        "block_size": manager.block_size,
+        **summary,
+        **times,
+        "goodput": summary["goodput"] if promised else None,
+        "good_share": tally.good / tally.requests if promised else None,
+        "hit_by_token": summary["hit_by_token"] if known else None,
+        "match_stopped": {str(k): v for k, v in reasons.items()} if known else None,
+        "ended": dict(tally.reasons),
+        "refused": result.refused,
+        "swaps": result.num_swaps,
+        "steps": result.num_steps,
+        "busy_s": result.busy_s,
+        "batch": result.batch,
+        "pool_held": result.held,
+        "pool_held_most": result.most_held,
+        "plan_hash": result.plan_hash or None,
+    }
+
+
+def _show(out: dict[str, Any]) -> None:
+    ended = ", ".join(f"{count:,} {reason}" for reason, count in out["ended"].items())
+    print(f"engine            {out['hardware']}, {out['blocks']:,} blocks of {out['block_size']} tokens")
+    print(f"requests          {out['requests']:,} ended ({ended}), {out['refused']:,} refused")
+    print(
+        f"rates             {out['requests_per_s']:.3g} requests/s, {out['tokens_per_s']:,.0f} output tokens/s over "
+        f"{out['span_s']:,.1f} s"
+    )
+    labels = {"queue_s": "waiting", "ttft_s": "first token", "tpot_s": "per token", "latency_s": "latency"}
+    for name, label in labels.items():
+        print(f"{label:<17} " + ", ".join(f"{p} {v:.4g} s" for p, v in out[name].items()))
+    if out["goodput"] is not None:
+        print(f"goodput           {out['goodput']:.3g} requests/s, {out['good_share']:.1%} of the requests")
+    if out["hit_by_token"] is None:
+        print("hit rate          unknown: the file says nothing of which prefixes are equal, so none were")
+    else:
+        stopped = ", ".join(f"{reason} {count:,}" for reason, count in out["match_stopped"].items())
+        print(
+            f"hit rate          {out['hit_by_token']:.4f} of prompt tokens; matches stopped: {stopped or 'none'}"
+        )
+    print(f"preemptions       {out['preemptions']:,}, of which swapped {out['swaps']:,}")
+    print(
+        f"batch             {out['batch']:.1f} sequences over {out['busy_s']:,.1f} busy s, {out['steps']:,} steps"
+    )
+    print(f"pool              {out['pool_held']:.1%} held, {out['pool_held_most']:.1%} at most")
+    if out["plan_hash"]:
+        print(f"plans             sha256 {out['plan_hash']}")
+
+
+def _print_rate(
+    common: Common,
+    trace: Trace,
+    spec: InstanceSpec,
+    seed: int,
+    options: dict[str, Any],
+    ttft: float,
+    tpot: float,
+    share: float,
+) -> None:
+    """Search, and say what was found in requests a second."""
+    from pagedjax.sim.rates import Watch, find_rate
+
+    total, last = 0, 0.0
+    for request in requests_bar("count", common.quiet)(trace):
+        total, last = total + 1, request.arrival_s
+    if not trace.timed or not last:
+        raise click.UsageError(f"{trace.name}: all requests arrive at once; draw arrivals with --rate first")
+
+    def run(factor: float, watch: Watch) -> Simulation:
+        common.note(f"trying {factor * total / last:.4g} requests/s")
+        return _simulate(trace.faster(factor), spec, seed, options, on_record=watch)[0]
+
+    found = find_rate(run, total, ttft_limit_s=ttft, tpot_limit_s=tpot, share=share)
+    out = {
+        "trace": {"name": trace.name, "format": trace.format, "sha256": trace.digest()},
+        "promise": {
+            "ttft_s": None if ttft == math.inf else ttft,
+            "tpot_s": None if tpot == math.inf else tpot,
+            "share": share,
+        },
+        "keeps": "none" if not found.factor else "all" if found.factor == math.inf else "some",
+        "rate": found.factor * total / last if 0 < found.factor < math.inf else None,
+        "factor": found.factor if 0 < found.factor < math.inf else None,
+        "tried": [{"rate": f * total / last, "kept": kept} for f, kept in found.tried],
+    }
+    if common.as_json:
+        emit_json(out)
+    elif out["keeps"] == "some":
+        print(f"{out['rate']:.4g} requests/s ({found.factor:.4g} times the trace's) keep the promise")
+    elif out["keeps"] == "all":
+        print("every rate keeps the promise, even all requests at once")
+    else:
+        print("no rate keeps the promise: a request alone misses it")

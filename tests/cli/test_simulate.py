@@ -1,0 +1,216 @@
+"""`pagedjax simulate`: the Python simulation's numbers from the command line, and the rate that keeps a promise."""
+
+import gc
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedjax.cache import PagedManager
+from pagedjax.cli import main
+from pagedjax.config import SchedulerConfig
+from pagedjax.models.family_configs import read_shape
+from pagedjax.sim.cost import CostModel, HardwareSpec
+from pagedjax.sim.metrics import Tally
+from pagedjax.sim.rates import find_rate
+from pagedjax.sim.simulator import simulate
+from pagedjax.sim.synth import Arrivals, chat, target_sharing
+from pagedjax.sim.trace import open_trace, write_trace
+
+CONFIG = SchedulerConfig(max_num_seqs=8, token_budget=256)
+SETTINGS = [
+    "--set",
+    "max_num_seqs=8",
+    "--set",
+    "token_budget=256",
+    "--set",
+    "num_blocks=60",
+    "--set",
+    "policy=lfu",
+]
+
+
+def _cost() -> CostModel:
+    return CostModel(HardwareSpec.read("a100-40gb"), read_shape("opt-13b"), 16)
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "t.jsonl"
+    write_trace(
+        path, chat(5, seed=2, arrivals=Arrivals(4.0), turns=3, output_tokens=30), granularity=1, tail_ids=True
+    )
+    return path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["simulate", *map(str, arguments), "--json", "--quiet"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_is_the_python_simulation(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ["--hardware", "a100-40gb", "--shape", "opt-13b", "--max-model-len", "4096", *SETTINGS]
+    out = _run(capsys, trace_file, *machine, "--hash-plans", "--ttft", "0.5", "--tpot", "0.05")
+    manager = PagedManager(num_blocks=60, block_size=16, policy="lfu")
+    ours = simulate(open_trace(trace_file), manager, _cost(), CONFIG, max_model_len=4096, hash_plans=True)
+    assert out["plan_hash"] == ours.plan_hash
+    summary = ours.summary(ttft_limit_s=0.5, tpot_limit_s=0.05)
+    for name in ("requests", "goodput", "hit_by_token", "preemptions", "normalized_s"):
+        assert out[name] == getattr(summary, name)
+    for name in ("queue_s", "ttft_s", "tpot_s", "latency_s"):
+        assert out[name] == {f"p{p}": v for p, v in getattr(summary, name).items()}
+    assert (out["steps"], out["batch"], out["pool_held"]) == (ours.num_steps, ours.batch, ours.held)
+    assert out["match_stopped"] == {str(k): v for k, v in manager.stats.miss_reasons.items()}
+    # Without planning every step: the same to the last digit but for sums over steps.
+    quick = _run(
+        capsys, trace_file, *machine, "--records", tmp_path / "r.jsonl", "--ttft", "0.5", "--tpot", "0.05"
+    )
+    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [r["finished_s"] for r in records] == [r.finished_s for r in ours.records]
+    sums = ("busy_s", "batch", "pool_held")
+    assert {k: v for k, v in quick.items() if k not in ("plan_hash", *sums)} == {
+        k: v for k, v in out.items() if k not in ("plan_hash", *sums)
+    }
+    assert [quick[k] for k in sums] == pytest.approx([out[k] for k in sums])
+
+
+def test_F081_hits_of_lengths_are_not_simulated_as_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "l.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,50,5\n1,60,4\n")
+    out = _run(capsys, path, "--rate-scale", "2")
+    assert out["hit_by_token"] is None and out["match_stopped"] is None and out["requests"] == 2
+    assert main(["simulate", str(path), "--quiet"]) == 0
+    assert "hit rate          unknown" in capsys.readouterr().out
+
+
+def test_the_run_is_written_down_as_the_engine_writes_it(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pagedjax.report.record import read_record, replay
+
+    out = _run(capsys, trace_file, *SETTINGS, "--head", "5", "--record", tmp_path / "run.jsonl")
+    frames = list(read_record(tmp_path / "run.jsonl"))
+    assert frames[0]["kind"] == "simulated" and out["requests"] == 5
+    replay(frames)
+
+
+def test_100000_requests_would_stream() -> None:
+    """What is held at the end grows by the tally alone: six numbers a request."""
+
+    def held(count: int) -> int:
+        trace = target_sharing(count, prompt_tokens=20, output_tokens=2, share=0.2, arrivals=Arrivals(2.0))
+        tally, sizes = Tally(), []
+
+        def keep(record: Any) -> None:
+            tally.add(record)
+            if tally.requests == count:
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+
+        manager = PagedManager(num_blocks=60, block_size=16)
+        tracemalloc.start()
+        result = simulate(trace, manager, _cost(), CONFIG, max_model_len=200, on_record=keep)
+        tracemalloc.stop()
+        assert result.records == [] and tally.requests == count
+        return sizes[0]
+
+    assert held(210) - held(60) < 150 * 8 * 6 * 2 + 10_000
+
+
+def test_found_rates_are_those_of_a_fine_scan() -> None:
+    trace = target_sharing(24, prompt_tokens=300, output_tokens=8, share=0.0, seed=5, arrivals=Arrivals(2.0))
+    limits = dict(ttft_limit_s=0.25, tpot_limit_s=0.06)
+
+    def run(factor: float, keep: Any) -> Any:
+        manager = PagedManager(num_blocks=400, block_size=16)
+        return simulate(trace.faster(factor), manager, _cost(), CONFIG, max_model_len=2048, on_record=keep)
+
+    found = find_rate(run, 24, share=0.9, **limits)
+    best = 0.0
+    for factor in np.geomspace(found.factor * 0.99, found.factor * 1.2, 20):  # steps of 1 %
+        tally = Tally(**limits)
+        run(float(factor), tally.add)
+        best = float(factor) if tally.good >= 0.9 * 24 else best
+    assert best / found.factor == pytest.approx(1, abs=0.02)
+    impossible = find_rate(run, 24, ttft_limit_s=1e-6, tpot_limit_s=1e-6)
+    assert impossible.factor == 0.0 and not any(kept for _, kept in impossible.tried)
+    with pytest.raises(ValueError, match="must have both limits"):
+        find_rate(run, 24, ttft_limit_s=math.inf, tpot_limit_s=math.inf)
+
+
+def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.jsonl"
+    trace = target_sharing(16, prompt_tokens=300, output_tokens=8, share=0.0, seed=5, arrivals=Arrivals(2.0))
+    write_trace(path, trace, granularity=1, tail_ids=True)
+    promise = [
+        "--ttft",
+        "0.25",
+        "--tpot",
+        "0.06",
+        *["--hardware", "a100-40gb", "--shape", "opt-13b"],
+        *SETTINGS[:4],
+    ]
+    found = _run(capsys, path, "--find-rate", *promise)
+    assert found["keeps"] == "some" and {True, False} == {t["kept"] for t in found["tried"]}
+    at = _run(capsys, path, "--rate-scale", found["factor"], *promise)
+    assert at["good_share"] >= 0.9
+    assert _run(capsys, path, "--find-rate", "--ttft", "1e9", *promise[4:])["keeps"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--burst", "2"], "--burst: has an effect with --rate only"),
+        (["--rate", "1", "--rate-scale", "2"], "give one of them"),
+        (["--find-rate"], "--find-rate: needs a promise"),
+        (["--find-rate", "--ttft", "1", "--hash-plans"], "runs many simulations"),
+        (["--set", "cache.dtype=float32"], "has no effect here"),
+        (["--set", "memory_bytes=1GiB"], "has no effect here"),
+        (["--shape", "nope"], "nope"),
+        (["--hardware", "nope"], "nope"),
+        (["--max-model-len", "5"], "no request ended"),
+        (["--reserve", "1"], "is not in the range"),
+        (["--set", "policy=nope"], "must be one of"),
+    ],
+)
+def test_bad_options_end_in_one_line(
+    trace_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.warns(UserWarning, match="no block ever fills") if "5" in arguments else _nothing():
+        assert main(["simulate", str(trace_file), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_large_and_small_block_ids_stay_apart() -> None:
+    """Ids go into tokens as they are up to 2^28, through a table beyond; both hit alike."""
+    from pagedjax.sim.simulator import Prompts
+    from pagedjax.sim.trace import Trace, TraceRequest
+
+    ids = [3, 2**28 - 1, 2**28, 2**40, 5, -7, 2**40, 3]
+    rows = [TraceRequest(0.0, 4, 1, granule_ids=np.array([i])) for i in ids]
+    prompts = Prompts(Trace("t", "t", 4, True, lambda: iter(rows)))
+    firsts = [int(prompts.tokens(n, row)[0]) for n, row in enumerate(rows)]
+    assert len(set(firsts)) == len(set(ids)) and firsts[3] == firsts[6] and firsts[0] == firsts[7] == 3
+
+
+def test_records_hold_no_dictionaries() -> None:
+    from pagedjax.sim.metrics import RequestRecord
+
+    record = RequestRecord(0.0, 1.0, 2.0, 3.0, 10, 11, 5, 0, "length")
+    assert not hasattr(record, "__dict__") and replace(record, reason="x").reason == "x"

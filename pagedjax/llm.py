@@ -532,3 +532,5 @@ def _keep_compiled_programs(setting: str, cache_dir: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # XLA's own caches would put the folder's path into every key: a folder that is moved would miss.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -210,8 +211,15 @@ def _from_file(path: Path, chat: bool, system: str | None) -> Iterator[dict[str,
 def _json_job(where: str, job: Any) -> dict[str, Any]:
     kinds = {"prompt": str, "token_ids": list, "messages": list}
     fields = job if isinstance(job, dict) else {}
+    for key in fields:
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            raise ValueError(
+                f"{where}: {key!r} is not known here; "
+                + (f"did you mean {near[0]}?" if near else "leave it out")
+            )
     given = {k: fields[k] for k, t in kinds.items() if isinstance(fields.get(k), t) and fields[k]}
-    if len(given) != 1:
+    if len(given) != 1 or len(fields) != 1:
         raise ValueError(
             f'{where}: must be an object with one of "prompt", "token_ids" or "messages", not empty'
         )

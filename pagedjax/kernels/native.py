@@ -16,7 +16,9 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -47,14 +49,14 @@ _FLAGS = (
 )
 
 
-def compiler() -> str | None:
-    """The C++ compiler that `build` would call: $CXX, or the first of c++, g++ and clang++ on PATH."""
+def compiler() -> list[str] | None:
+    """The words of the C++ compiler that `build` would call: $CXX, or the first of c++, g++ and clang++ on PATH."""
     named = os.environ.get("CXX")
-    return (
-        shutil.which(named)
-        if named
-        else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    )
+    for words in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(words[0]) if words else None
+        if found:
+            return [found, *words[1:]]
+    return None
 
 
 def target() -> str:
@@ -83,7 +85,7 @@ def build() -> Path:
         RuntimeError: No compiler, or it refused the source; its output is in the message.
     """
     path = library_path()
-    if path.exists():
+    if _distrust(path) is None:
         return path
     found = compiler()
     if found is None:
@@ -94,7 +96,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [
-            found,
+            *found,
             f"-march={target()}",
             *_FLAGS,
             f"-I{jax.ffi.include_dir()}",
@@ -105,20 +107,28 @@ def build() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"native CPU kernel: {' '.join(command)} failed:\n{done.stderr.strip()}")
-        made.replace(path)  # at once, so that another process never loads half a library
+        try:
+            made.replace(path)  # at once, so that another process never loads half a library
+        except OSError as error:  # a folder of that name, a file that is another's
+            raise RuntimeError(f"native CPU kernel: {path}: {error.strerror}; remove it") from None
     return path
 
 
 def load() -> None:
-    """Build if needed, and load. Raises as `build`."""
-    build()
+    """Build if needed, and load; a library that is there and cannot be loaded is built anew. Raises as `build`."""
+    path = build()
     _loaded.cache_clear()
-    _loaded()
+    if not _loaded() and path.is_file() and compiler() is not None:
+        path.unlink()
+        build()
+        _loaded.cache_clear()
+    if not _loaded():
+        raise RuntimeError(f"native CPU kernel: {_refusal(path)}")
 
 
 def needs_build() -> bool:
     """Whether `prepare` would compile."""
-    return device_class() == "cpu" and compiler() is not None and not library_path().exists()
+    return device_class() == "cpu" and compiler() is not None and not _loaded()
 
 
 def prepare(implementation: str | None = None) -> None:
@@ -133,14 +143,20 @@ def prepare(implementation: str | None = None) -> None:
     """
     if device_class() != "cpu" or implementation not in (None, "native") or _loaded():
         return
-    if implementation is None and compiler() is None:
+    if implementation is None and compiler() is None and not library_path().exists():
         return
     try:
         load()
     except (RuntimeError, OSError) as error:
         if implementation == "native":
             raise RuntimeError(str(error)) from None
-        warnings.warn(f"{error}; the slower xla implementation serves", RuntimeWarning, stacklevel=2)
+        _warn_once(f"{error}; the slower xla implementation serves")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """An engine and its runner both prepare: one of them says it."""
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def available() -> bool:
@@ -150,9 +166,9 @@ def available() -> bool:
 
 @functools.cache
 def _loaded() -> bool:
-    """Loads the library if it is there; looks once per process."""
+    """Loads the library if it is there and can be; looks once per process."""
     path = library_path()
-    if not path.exists():
+    if _refusal(path) is not None:
         return False
     library = ctypes.cdll.LoadLibrary(str(path))
     for target, symbol in _TARGETS.items():
@@ -160,13 +176,44 @@ def _loaded() -> bool:
     return True
 
 
+def _refusal(path: Path) -> str | None:
+    """Why a library is not loaded; None where it can be."""
+    reason = _distrust(path)
+    if reason is not None:
+        return reason
+    try:
+        library = ctypes.cdll.LoadLibrary(str(path))
+        for symbol in _TARGETS.values():
+            getattr(library, symbol)
+    except (OSError, AttributeError) as error:  # garbage, another libc, a folder that forbids to execute
+        return f"{path} cannot be loaded ({str(error).splitlines()[0][:120]}); remove it"
+    return None
+
+
+def _distrust(path: Path) -> str | None:
+    """Why a file is not even tried: it runs in this process, so it must be ours; None where it is."""
+    try:
+        file = path.lstat()
+        folder = path.parent.stat()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    ours = (os.getuid(), 0) if hasattr(os, "getuid") else (file.st_uid,)
+    if not stat.S_ISREG(file.st_mode):
+        return f"{path} is no file; remove it"
+    if file.st_uid not in ours or file.st_mode & stat.S_IWOTH:
+        return f"{path} belongs to another user, or everybody may write it; remove it"
+    if folder.st_uid not in ours and folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+        return f"{path.parent} belongs to another user, and everybody may write there; choose another cache folder"
+    return None
+
+
 def _machine() -> str:
-    """What -march=native depends on."""
+    """What -march=native and the library's own needs depend on."""
     info = Path("/proc/cpuinfo")
     flags = (
         next((x for x in info.read_text().splitlines() if x.startswith("flags")), "") if info.exists() else ""
     )
-    return f"{platform.machine()} {platform.processor()} {flags}"
+    return f"{platform.machine()} {platform.processor()} {' '.join(platform.libc_ver())} {flags}"
 
 
 def attend(

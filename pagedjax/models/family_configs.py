@@ -227,7 +227,7 @@ def _ends(r: Reader, vocab_size: int, bos: int | None, eos: int | None) -> dict[
     """bos_token_id and eos_token_ids; a missing key takes transformers' default, a null is none."""
     check_range("vocab_size", vocab_size, 1, LIMITS["vocab_size"])
     starts = r.ids("bos_token_id", vocab_size, bos)
-    if len(starts) > 1:
+    if isinstance(r.get("bos_token_id"), list):
         r.fail("bos_token_id", "must be one id")
     return dict(
         bos_token_id=starts[0] if starts else None, eos_token_ids=r.ids("eos_token_id", vocab_size, eos)
@@ -322,6 +322,8 @@ def _smollm3(r: Reader) -> ModelConfig:
 
 
 def _mistral(r: Reader) -> ModelConfig:
+    if r.flag("attention_bias", False):
+        r.fail("attention_bias", "this family has none")
     common = _common(r, "llama", kv_heads=8, ends=(1, 2))
     window = r.optional_whole("sliding_window", 4096)
     return ModelConfig(**common, **_rotary(r), windows=_one_window(r, common["num_layers"], window))
@@ -555,7 +557,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _smollm3,
     ),
-    "mistral": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL)), _mistral),
+    "mistral": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _mistral),
     "qwen2": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen2),
     "qwen3": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen3),
     "phi3": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _phi3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -397,6 +398,7 @@ def _parse_tokenizer(path: Path) -> Any:
     for key, value in facts.items():
         if key not in _TOP and value is not None:
             refuse_key(path.name, key, value, _TOP)
+    _check_templates(path.name, facts.get("post_processor"))
     try:
         tokenizer = RustTokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
@@ -407,7 +409,37 @@ def _parse_tokenizer(path: Path) -> Any:
     kept = json.loads(tokenizer.to_str())
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model"):
         _check_kept(path.name, part, facts.get(part), kept.get(part))
+    if sorted(facts.get("added_tokens") or [], key=json.dumps) != sorted(
+        kept["added_tokens"], key=json.dumps
+    ):
+        given = {json.dumps(token, sort_keys=True) for token in facts["added_tokens"]}
+        odd = min(given ^ {json.dumps(token, sort_keys=True) for token in kept["added_tokens"]})
+        raise ModelError(
+            f"{path.name}: added_tokens: {odd[:80]}: the tokenizers library reads it otherwise; save the file again"
+        )
     return tokenizer
+
+
+def _check_templates(name: str, part: Any) -> None:
+    """Refuse a post-processor that puts in tokens it does not describe: the library panics when it encodes."""
+    if isinstance(part, list):
+        for inner in part:
+            _check_templates(name, inner)
+    if not isinstance(part, dict):
+        return
+    _check_templates(name, part.get("processors"))
+    if part.get("type") != "TemplateProcessing":
+        return
+    for way in ("single", "pair"):
+        pieces = part.get(way)
+        for piece in pieces if isinstance(pieces, list) else ():
+            special = piece.get("SpecialToken") if isinstance(piece, dict) else None
+            token = special.get("id") if isinstance(special, dict) else None
+            described = part.get("special_tokens")
+            if token is not None and not (isinstance(described, dict) and token in described):
+                raise ModelError(
+                    f"{name}: post_processor.{way}: {token!r} is not in its special_tokens; save the file again"
+                )
 
 
 def _check_kept(name: str, where: str, given: Any, kept: Any) -> None:
@@ -426,6 +458,15 @@ def _check_kept(name: str, where: str, given: Any, kept: Any) -> None:
     elif isinstance(given, list) and isinstance(kept, list):
         for at, (value, other) in enumerate(zip(given, kept)):
             _check_kept(name, f"{where}[{at}]", value, other)
+    elif (given or None) != (kept or None) and not _same_number(given, kept):
+        raise ModelError(
+            f"{name}: {where}={str(given)[:40]!r}: the tokenizers library reads {str(kept)[:40]!r}; save the file again"
+        )
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    """Whether two numbers are one, but for the precision that the library keeps."""
+    return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)
 
 
 def first_line(error: Exception) -> str:
@@ -433,8 +474,19 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
+def _differs(a: Any, b: Any) -> bool:
+    """Whether two JSON values differ; 0 is not false."""
+    return type(a) is not type(b) or bool(a != b)
+
+
+# What is said of an added token.
+_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special", "__type")
+
+
 def _text(token: Any) -> str | None:
-    """Text of a token given as such or as {"content": text}."""
+    """Text of a token given as such or as {"content": text}; None where it is neither."""
+    if isinstance(token, dict) and not set(token) <= set(_FLAGS):
+        return None
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -477,14 +529,16 @@ def _check_added(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> Non
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise ModelError(f"tokenizer_config.json: added_tokens_decoder={listed!r}: must be a table of tokens")
+    inside = tokenizer.get_added_tokens_decoder()
     for key, token in listed.items():
-        added.append(
-            (
-                "tokenizer_config.json: added_tokens_decoder",
-                _text(token),
-                int(key) if key.isdecimal() else key,
-            )
-        )
+        i = int(key) if key.isdecimal() else key
+        added.append(("tokenizer_config.json: added_tokens_decoder", _text(token), i))
+        for flag, value in token.items() if isinstance(token, dict) and i in inside else ():
+            if flag not in _FLAGS or (flag != "__type" and _differs(getattr(inside[i], flag), value)):
+                raise ModelError(
+                    f"tokenizer_config.json: added_tokens_decoder: {flag}={value!r} of token {i}: tokenizer.json says "
+                    f"{getattr(inside[i], flag, 'nothing')!r}; the files belong to different models"
+                )
     for where, text, i in added:
         if text is None or type(i) is not int or tokenizer.token_to_id(text) != i:
             raise ModelError(

@@ -75,7 +75,8 @@ class Owner:
         """Raise SnapshotError naming the first field that differs."""
         ours, theirs = (_flat_facts(facts) for facts in (json.loads(json.dumps(vars(self))), stored))
         for name in dict.fromkeys((*ours, *theirs)):
-            if name not in ours or name not in theirs or ours[name] != theirs[name]:
+            same = name in ours and name in theirs and json.dumps(ours[name]) == json.dumps(theirs[name])
+            if not same:
                 raise SnapshotError(
                     f"{path}: snapshot of {name}={theirs.get(name)}: this engine has {name}={ours.get(name)}; save it "
                     "again with this one"

@@ -89,3 +89,71 @@ def test_rows_land_as_xla_scatters_them(monkeypatch, dtype):
             theirs = np.asarray(write_kv(make_pool(layout, 7.0), layer, k, v, slots).data)
         np.testing.assert_array_equal(ours, theirs)
         assert (ours != 7).any()
+
+
+@pytest.fixture
+def copying_compiler(monkeypatch, tmp_path):
+    """A compiler that copies the library of this machine, in a cache folder of its own; ffi is left alone."""
+    if native.compiler() is None:
+        pytest.skip("native cannot be built: no C++ compiler here")
+    good = native.build()
+    script = tmp_path / "copy c++"
+    script.write_text(
+        f'#!/bin/sh\necho built >> "{tmp_path}/log"\nfor last; do :; done\ncp "{good}" "$last"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"env '{script}'")  # words, one of them quoted
+    monkeypatch.setattr(native, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(native.jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)
+    native._loaded.cache_clear()
+    native.library_path().parent.mkdir(parents=True)
+    yield tmp_path / "log"
+    native._loaded.cache_clear()
+
+
+def _spoil(path, damage):
+    if damage == "a folder":
+        path.mkdir()
+    elif damage == "a link":
+        path.symlink_to(path.with_name("elsewhere"))
+    else:
+        path.write_bytes({"garbage": b"garbage", "empty": b"", "another's": b"x", "writable": b"x"}[damage])
+    if damage == "another's":
+        os.chown(path, 65534, 65534)
+    if damage == "writable":
+        path.chmod(0o666)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "another's", "writable", "a link"])
+def test_F048_a_library_that_cannot_be_loaded_is_built_anew(copying_compiler, damage, recwarn):
+    if damage == "another's" and os.getuid():
+        pytest.skip("only root can give a file away")
+    path = native.library_path()
+    _spoil(path, damage)
+    assert native.needs_build() and not native._loaded()
+    native._loaded.cache_clear()
+    native.prepare()
+    assert native._loaded() and copying_compiler.read_text() == "built\n" and not recwarn.list
+    native.prepare()
+    assert copying_compiler.read_text() == "built\n"
+
+
+def test_F048_a_folder_in_its_place_is_left_alone_and_xla_serves(copying_compiler):
+    path = native.library_path()
+    _spoil(path, "a folder")
+    (path / "theirs").touch()
+    with pytest.warns(RuntimeWarning, match="slower xla implementation serves") as told:
+        native.prepare()
+        native.prepare()  # the runner's turn: said once
+    assert len(told) == 1 and (path / "theirs").exists() and not native._loaded()
+    with pytest.raises(RuntimeError, match=path.name):
+        native.prepare("native")
+
+
+def test_F048_without_a_compiler_a_library_that_cannot_be_loaded_is_told(copying_compiler, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler --flag")
+    _spoil(native.library_path(), "garbage")
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded .*; remove it; the slower xla"):
+        native.prepare()
+    monkeypatch.setattr(native.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not native.library_path().exists()  # another libc, another name

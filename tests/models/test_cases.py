@@ -23,7 +23,14 @@ from pagedjax.models.tokenizer import load_tokenizer
 from pagedjax.testing import tiny_config
 
 CONFIG = tiny_config(
-    num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_mlp=32, max_model_len=64
+    tie_embeddings=True,
+    num_layers=1,
+    d_model=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    d_mlp=32,
+    max_model_len=64,
 )  # 258 ids
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 HF = dict(

@@ -27,9 +27,9 @@ CONFIG = tiny_config(
     max_model_len=32,
     tie_embeddings=True,
 )
-CASES = 1000  # of each format
+CASES = [100, pytest.param(2000, marks=pytest.mark.full)]  # of each format
 HUGE = [0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
-MAX_SECONDS, MAX_EXTRA_BYTES = 2.0, 300 << 20
+MAX_SECONDS, MAX_EXTRA_BYTES = 2.0, 200 << 20
 
 
 def _mutate(data: bytes, header: int, rng) -> bytes:
@@ -110,8 +110,9 @@ def _outcome(path):
     return None, time.perf_counter() - begin
 
 
+@pytest.mark.parametrize("cases", CASES)
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
-def test_mutated_headers(originals, kind):
+def test_mutated_headers(originals, kind, cases):
     folder, gguf_data, st_data = originals
     path, target, data = {
         "gguf": (folder / "f.gguf", folder / "f.gguf", gguf_data),
@@ -126,7 +127,7 @@ def test_mutated_headers(originals, kind):
     rng = np.random.default_rng(2026)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     errors, slowest = [], 0.0
-    for case in range(CASES):
+    for case in range(cases):
         rewrite = kind == "safetensors" and case % 2
         path.write_bytes(_rewrite_json(data, rng) if rewrite else _mutate(data, header, rng))
         error, seconds = _outcome(target)
@@ -136,5 +137,5 @@ def test_mutated_headers(originals, kind):
     assert slowest < MAX_SECONDS and grown < MAX_EXTRA_BYTES
     # The edits reach deep: most are noticed, by many different rules.
     noticed = [e for e in errors if e]
-    assert len(noticed) > CASES // 2
-    assert len({re.sub(r"\d+", "", e) for e in noticed}) > 20
+    assert len(noticed) > cases // 2
+    assert len({re.sub(r"\d+", "", e) for e in noticed}) > 12

@@ -33,7 +33,10 @@ class Draw:
 
 def _rope(d, longest):
     """A rope table, in the old spelling or in the new one."""
-    kind = d.one("default", "default", "linear", "llama3", "yarn", "yarn", "dynamic")
+    kinds = ("default", "default", "linear", "llama3", "yarn", "yarn", "dynamic")
+    if d.config["model_type"] == "phi3":  # LongRoPE or nothing
+        kinds = ("default",) * 5 + ("yarn",)
+    kind = d.one(*kinds)
     table = {"rope_type": kind}
     original = d.one(16, 32)
     if kind != "default":
@@ -105,6 +108,7 @@ def _config(family, seed):
 
 def _gated(d, family, layers):
     d.config = dict(
+        model_type=family,
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -117,7 +121,7 @@ def _gated(d, family, layers):
     d.set("head_dim", 8, 16, often=0.6)
     gemma = family.startswith("gemma")
     d.set("hidden_activation" if gemma else "hidden_act", *_ACTIVATIONS, often=0.6)
-    d.set("attention_bias", True, False, often=0.4 if family in ("llama", "smollm3", "qwen3") else 0.15)
+    d.set("attention_bias", True, False, often=0.4 if family in ("llama", "smollm3", "qwen3") else 0.1)
     if family in ("llama", "smollm3"):
         d.set("mlp_bias", True, False, often=0.5)
     if family in ("llama", "phi3", "qwen3", "gemma2"):

@@ -214,3 +214,31 @@ def test_the_models_own_sampling_counts_where_a_request_gives_none(make_llm):
         len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids)
         == 5
     )
+
+
+CACHED = """
+import sys
+from pathlib import Path
+import jax
+from pagedjax.llm import _keep_compiled_programs
+_keep_compiled_programs("", Path(sys.argv[1]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x @ x.T + 3)(jax.numpy.ones((8, 8))).block_until_ready()
+"""
+
+
+def test_F047_a_moved_cache_folder_hits(tmp_path):
+    """No path is in a key: the same program makes no new entry in a folder that was copied elsewhere."""
+    import shutil
+    import subprocess
+    import sys
+
+    def entries(folder):
+        subprocess.run([sys.executable, "-c", CACHED, str(folder)], check=True, timeout=120)
+        return {
+            p.name for p in (folder / "compiled").rglob("*") if p.is_file() and not p.name.endswith("-atime")
+        }
+
+    first = entries(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "two")
+    assert first and entries(tmp_path / "elsewhere" / "two") == first

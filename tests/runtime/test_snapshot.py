@@ -492,3 +492,46 @@ def test_F041_two_processes_save_and_load_in_one_folder(tmp_path, rounds):
     assert (tmp_path / "warm" / "CURRENT").read_text() in [version.name for version in left] and len(
         left
     ) <= 2
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(2000, marks=pytest.mark.full)])
+def test_edited_manifests_are_refused_or_as_they_were(reader, saved, tmp_path, cases):
+    """Seeded edits under a digest that is right; what loads are the same prefixes, or fewer of them."""
+    import shutil
+
+    from mutations import judge
+
+    folder = tmp_path / "warm"
+    shutil.copytree(saved[0], folder)
+    (path,) = folder.glob("v-*/manifest.json")
+    document = json.loads(path.read_text())
+    document.pop("sha256")
+
+    def write(raw):
+        try:
+            manifest = json.loads(raw)
+            manifest["sha256"] = snapshot._own_digest(manifest)
+            path.write_text(json.dumps(manifest))
+        except (ValueError, TypeError):  # bytes that are no JSON object
+            path.write_bytes(raw)
+
+    def read():
+        with snapshot._reading(folder) as (_, manifest):
+            reader._cache_owner().check(manifest["owner"], folder)
+            try:
+                snapshot._check_fields(manifest, 8, 1, reader.model_config.vocab_size)
+            except ValueError as error:
+                raise SnapshotError(str(error)) from None
+        return reader.load_cache(folder), manifest["prefixes"]
+
+    told = judge(
+        document,
+        write,
+        read,
+        cases=cases,
+        seed=9,
+        harmless=lambda where, value, kind: False,
+        errors=SnapshotError,
+    )
+    assert told["refused"] > cases * 3 // 4, told
+    reader.manager.check_invariants()

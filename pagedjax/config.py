@@ -202,7 +202,8 @@ class RuntimeConfig:
     """The device side.
 
     Attributes:
-        implementation: Attention implementation; "" tries the preferred order.
+        implementation: Attention implementation, an installed plug-in's name or "module:function"; "" tries the
+            preferred order.
         compilation_cache_dir: Folder where compiled programs are kept between runs; "" is the user's
             cache folder, "off" keeps none.
         seed: Root of the per-request seeds where a request gives none.

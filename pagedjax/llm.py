@@ -492,15 +492,15 @@ class LLM:
 
 def _check_names(config: Config) -> None:
     """Refuse a name that does not exist before a model is fetched and loaded."""
-    from pagedjax.kernels import IMPLEMENTATIONS
+    from pagedjax.kernels import KERNEL_PLUGINS
 
     make_manager(dataclasses.replace(config.cache, host_blocks=0), num_blocks=2, max_model_len=1)
     name = config.runtime.implementation
-    if name and name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"runtime.implementation={name}: must be one of {', '.join(IMPLEMENTATIONS)}, or empty for the best "
-            "that serves here"
-        )
+    if name:
+        try:
+            KERNEL_PLUGINS.find(name)
+        except ValueError as error:
+            raise ValueError(f"runtime.{error}, or empty for the best that serves here") from None
 
 
 def _read_template(path: str) -> str | None:

@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "pagedjax.kernels",
         "pagedjax.paths",
         "pagedjax.cache.rules",
+        "pagedjax.cache.plugins",
         "jax",
         "jaxlib",
         "numpy",

@@ -64,7 +64,7 @@ class Plugins(Generic[Factory]):
         for point in entry_points(group=self.group, name=named):
             return self._checked(named, point.load())
         raise ValueError(
-            f"{self.setting}={named}: must be one of {', '.join(self.names())}, or module:Class; "
+            f"{self.setting}={named}: must be one of {', '.join(self.names())}, or module:name; "
             f"try {self.common}"
         )
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.cache.plugins import Plugins
 from pagedjax.kernels import doors, native, pallas_mosaic, pallas_tpu, xla
 from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class, known_layer
 from pagedjax.kernels.plan import CHUNK_TOKENS
@@ -19,6 +20,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "native": native.attend,
     "xla": xla.attend,
 }
+KERNEL_PLUGINS = Plugins("implementation", "pagedjax.kernels", IMPLEMENTATIONS, "xla")
 
 
 @overload
@@ -81,8 +83,8 @@ def paged_attention(
         window: A query sees this many keys, its own included; None sees all.
         soft_cap: Positive cap on the scaled scores.
         sinks: f[N], one logit per head that joins the softmax without a value.
-        implementation: A name of IMPLEMENTATIONS, names to try in order, or None for the preferred
-            order, which ends in "xla".
+        implementation: A name of IMPLEMENTATIONS or of an installed plug-in, "module:function", names to try in
+            order, or None for the preferred order, which ends in "xla".
         return_lse: Also return the log-sum-exp of the scores (sinks included), f32[T, N].
 
     Returns:
@@ -112,7 +114,7 @@ def paged_attention(
         try:
             # Kernels count in int32 and compute in float32, whatever `jax_enable_x64` makes of a bare number.
             with jax.enable_x64(False):
-                out, lse = IMPLEMENTATIONS[name](
+                out, lse = KERNEL_PLUGINS.find(name)(
                     q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
                 )
         except NotImplementedError as error:
@@ -135,8 +137,7 @@ def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
         return (*own, "xla")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation={name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+        KERNEL_PLUGINS.find(name)
     if not names:
         raise ValueError("implementation=(): must name at least one; None takes the preferred order")
     return names

@@ -1,5 +1,16 @@
-"""What tests, examples and plug-ins share: a tiny seeded model that needs no file."""
+"""What tests, examples and plug-ins share: a tiny seeded model that needs no file, and suites for plug-ins."""
 
+from pagedjax.testing.indexes import IndexSuite
+from pagedjax.testing.kernels import KernelSuite
+from pagedjax.testing.policies import PolicySuite
 from pagedjax.testing.tiny import seeded_tensors, tiny_config, tiny_model, tiny_params
 
-__all__ = ["seeded_tensors", "tiny_config", "tiny_model", "tiny_params"]
+__all__ = [
+    "IndexSuite",
+    "KernelSuite",
+    "PolicySuite",
+    "seeded_tensors",
+    "tiny_config",
+    "tiny_model",
+    "tiny_params",
+]

@@ -1,4 +1,4 @@
-"""One suite over every eviction policy, then what is particular to each."""
+"""What is particular to each eviction policy; the suite over all of them is in test_suites.py."""
 
 import itertools
 import random
@@ -19,45 +19,6 @@ def _make(name, n=16):
 
 def _put(policy, blocks, first=0, hints=PLAIN, now=0.0):
     policy.insert(blocks, [b"key%d" % b for b in blocks], first, hints, now)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_policy_names_each_evictable_block_once(name):
-    """Random histories against the plain set of evictable blocks."""
-    rng = random.Random(name)
-    policy = _make(name, 30)
-    used, idle, blank, fresh = set(), set(), set(range(1, 30)), 0
-    for now in range(800):
-        action = rng.randrange(4)
-        if action == 0 and blank:
-            blocks = rng.sample(sorted(blank), rng.randrange(1, min(len(blank), 5) + 1))
-            fresh += len(blocks)
-            keys = [b"%d" % rng.randrange(60) for _ in blocks]
-            policy.insert(
-                blocks, keys, rng.randrange(4), Hints(priority=rng.randrange(3), ttl_s=5.0), float(now)
-            )
-            blank.difference_update(blocks)
-            used.update(blocks)
-        elif action == 1 and used:
-            blocks = rng.sample(sorted(used), rng.randrange(1, len(used) + 1))
-            policy.release(blocks, float(now))
-            used.difference_update(blocks)
-            idle.update(blocks)
-        elif action == 2 and idle | used:
-            blocks = rng.sample(sorted(idle | used), rng.randrange(1, min(len(idle | used), 6) + 1))
-            policy.hit(blocks, [b for b in blocks if b in idle], 0, PLAIN, float(now))
-            idle.difference_update(blocks)
-            used.update(blocks)
-        elif action == 3 and idle:
-            count = rng.randrange(1, len(idle) + 1)
-            victims = policy.victim(count, float(now))
-            assert len(victims) == count == len(set(victims)) and set(victims) <= idle
-            assert policy.victim(count, float(now)) == victims  # asked again, the same answer
-            policy.remove(victims)
-            idle.difference_update(victims)
-            blank.update(victims)
-        assert sorted(policy.evictable()) == sorted(idle)
-    assert fresh > 100
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -173,6 +173,32 @@ def test_generate_prints_text_on_stdout_and_notes_on_stderr(run, tiny_folder, tm
     assert "prompt" in err and "cached" in err and "copies 1" in err
 
 
+def test_F104_without_a_chat_template_raw_is_named(run, tiny_folder, tmp_path):
+    code, _, err = run("generate", "hello", *_small(tiny_folder, tmp_path))
+    assert code == 2 and "--raw" in err and "chat template" in err
+
+
+def test_F014_generate_reaches_the_policy_and_says_what_was_done(run, tiny_folder, tmp_path):
+    wishes = [
+        "--set",
+        "policy=retention",
+        "--retention",
+        "3",
+        "--ttl",
+        "9.5",
+        "--no-cache-write",
+        "--priority",
+        "2",
+    ]
+    common = [*_small(tiny_folder, tmp_path), "--set", "num_blocks=64", "--raw", "--max-tokens", "1"]
+    code, out, _ = run("generate", "a" * 40, "--json", "--stats", "--set", "event_log=9", *wishes, *common)
+    document = json.loads(out)
+    assert code == 0 and document["stats"]["blocks"]["free"] == document["stats"]["blocks"]["usable"] == 63
+    assert document["events"] == [] and document["outputs"][0]["times"]["computing_s"] > 0
+    code, _, err = run("generate", "x", "--ttl", "-1", *common)
+    assert code == 2 and "ttl_s=-1.0" in err
+
+
 def test_generate_streams_the_same_text(run, tiny_folder, tmp_path):
     common = [
         *_small(tiny_folder, tmp_path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import sys
@@ -17,6 +18,7 @@ from pagedjax.engine.request import PositionLogprobs, RequestOutput, SamplingPar
 from pagedjax.models.chat import plain_messages
 
 if TYPE_CHECKING:
+    from pagedjax.cache.events import CacheEvent
     from pagedjax.llm import LLM
 
 
@@ -65,12 +67,25 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 @click.option("--logprobs", is_flag=True, help="With --json: log-probability of each token.")
 @click.option("--prompt-logprobs", is_flag=True, help="With --json: of each prompt token; reads no cache.")
 @click.option("--salt", metavar="TEXT", help="Cache salt: blocks are shared only under an equal one.")
+@click.option(
+    "--retention",
+    default=0,
+    show_default=True,
+    help="With cache.policy=retention: blocks of more stay longer.",
+)
+@click.option("--ttl", "ttl_s", type=float, help="Seconds for which --retention holds.  [default: for ever]")
+@click.option(
+    "--cache-read/--no-cache-read", default=True, help="Take prefixes from the cache, or compute all."
+)
+@click.option("--cache-write/--no-cache-write", default=True, help="Leave blocks in the cache, or none.")
+@click.option("--priority", default=0, show_default=True, help="Higher is admitted first, preempted last.")
 @click.option("--load-cache", metavar="DIR", help="Take a snapshot's blocks into the cache first.")
 @click.option("--save-cache", metavar="DIR", help="Write the prompts' blocks there at the end.")
 @click.option(
     "--record", "record", metavar="FILE", help="Write down the run, for `pagedjax report`; .gz: gzip."
 )
 @click.option("--record-text", is_flag=True, help="With --record: the prompts' text, too.")
+@click.option("--stats", "show_stats", is_flag=True, help="Say at the end what cache and engine have done.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
 @common_options()
 def command(
@@ -85,6 +100,8 @@ def command(
     save_cache: str | None,
     record: str | None,
     record_text: bool,
+    priority: int,
+    show_stats: bool,
     stream: bool | None,
     early_stopping: str,
     **sampling: Any,
@@ -124,11 +141,15 @@ def command(
     with nullcontext() if record is None else llm.record(record, text=record_text):
         if stream and not common.as_json and params.num_sequences == 1:
             for ids in prompts_ids:
-                _print_stream(common, llm, ids, params, extra)
+                _print_stream(common, llm, ids, params, extra=extra, priority=priority)
         else:
-            _print_outputs(common, llm.generate(prompts_ids, params, extra=extra), params)
+            outputs = llm.generate(prompts_ids, params, extra=extra, priority=priority)
+            _print_outputs(common, llm, outputs, params, show_stats)
     if record is not None:
         common.note(f"{record}: written; pagedjax report OUT.html --run {record}")
+    if show_stats and not common.as_json:
+        for name, counts in llm.stats().items():
+            common.note(f"{name}: {', '.join(f'{key} {value}' for key, value in counts.items())}")
     if save_cache is not None:
         common.note(f"{save_cache}: {llm.save_cache(save_cache, prompts_ids, extra=extra)} tokens saved")
 
@@ -160,9 +181,18 @@ def _template_args(settings: tuple[str, ...]) -> dict[str, Any]:
     return out
 
 
-def _print_outputs(common: Common, outputs: list[RequestOutput], params: SamplingParams) -> None:
+def _print_outputs(
+    common: Common, llm: LLM, outputs: list[RequestOutput], params: SamplingParams, show_stats: bool
+) -> None:
     if common.as_json:
-        emit_json({"config": common.config.to_dict(), "outputs": [describe(output) for output in outputs]})
+        emit_json(
+            {
+                "config": common.config.to_dict(),
+                "outputs": [describe(output) for output in outputs],
+                **({"stats": llm.stats()} if show_stats else {}),
+                **({} if llm.events is None else {"events": list(map(_event, llm.events.events))}),
+            }
+        )
         return
     for output in outputs:
         for sample in output.outputs:
@@ -252,10 +282,10 @@ def _encode(llm: LLM, job: dict[str, Any], template_args: dict[str, Any]) -> lis
     return llm.encode(job.get("prompt") or job["token_ids"])
 
 
-def _print_stream(common: Common, llm: LLM, ids: list[int], params: SamplingParams, extra: Any) -> None:
+def _print_stream(common: Common, llm: LLM, ids: list[int], params: SamplingParams, **options: Any) -> None:
     shown = 0
     last: RequestOutput | None = None
-    for last in llm.stream(ids, params, extra=extra):
+    for last in llm.stream(ids, params, **options):
         text = last.outputs[0].text
         print(text[shown:], end="", flush=True)
         shown = len(text)
@@ -276,6 +306,11 @@ def summary(output: RequestOutput) -> str:
         f"  prompt {output.num_prompt_tokens} tokens, {output.num_cached_tokens} cached "
         f"(match stopped: {output.miss_reason}) · generated {generated} · copies {output.num_copies}{times}"
     )
+
+
+def _event(event: CacheEvent) -> dict[str, Any]:
+    digests = {"keys": [key.hex() for key in event.keys], "parent": event.parent and event.parent.hex()}
+    return {**dataclasses.asdict(event), **digests}
 
 
 def _own(entries: Sequence[PositionLogprobs | None]) -> list[float | None]:

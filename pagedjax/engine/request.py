@@ -70,6 +70,11 @@ class SamplingParams:
             filters. False or None: nothing; True or 0: the token's own.
         prompt_logprobs: The same for each token of the prompt but the first. What it needs has to be
             computed: such a request takes nothing from the prefix cache (it leaves its blocks there).
+        retention: Under the retention policy, how long its blocks stay in the cache: those of a higher number stay
+            longer; 0 is the common one, below 0 goes first. Other policies do not look at it.
+        ttl_s: Seconds, on the engine's clock, for which `retention` holds; None: for ever.
+        cache_read: False: take nothing from the prefix cache.
+        cache_write: False: leave nothing in it.
 
     Raises:
         ValueError: A value is of another kind or out of its range; the message names got, rule and remedy.
@@ -96,6 +101,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
+    retention: int = 0
+    ttl_s: float | None = None
+    cache_read: bool = True
+    cache_write: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -139,7 +148,18 @@ class SamplingParams:
         for name in _REAL:
             value = getattr(self, name)
             require(isinstance(value, Real), f"{name}={value!r}: must be a number")
-        require(isinstance(self.ignore_eos, bool), f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        for name in ("ignore_eos", "cache_read", "cache_write"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name}={value!r}: must be True or False")
+        require(
+            is_whole(self.retention) and abs(self.retention) < 2**31,
+            f"retention={self.retention!r}: must be a whole number; 0 is the common one",
+        )
+        ttl = self.ttl_s
+        require(
+            ttl is None or (isinstance(ttl, Real) and not isinstance(ttl, bool) and 0 < ttl < _LARGEST),
+            f"ttl_s={ttl!r}: must be a positive number of seconds, or None for ever",
+        )
         require(
             isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop),
             f"stop={self.stop!r}: must be a string or several",
@@ -359,7 +379,7 @@ class Request:
         num_cached_tokens: Prompt tokens hit at the first admission; None before it.
         miss_reason, matched_tokens: What that lookup said.
         num_copies: Blocks copied on write, by sequences that have already given theirs back.
-        num_preemptions: Seconds it lost its blocks.
+        num_preemptions: Times it lost its blocks.
         first_token_at: Engine clock at its first token, seconds.
         spent: Seconds of the steps it had a part in.
         first_times: Where the seconds to its first token went.
@@ -445,7 +465,7 @@ class RequestOutput:
         miss_reason: Why the prefix match stopped there (a `MissReason` value).
         matched_tokens: Tokens that matched, counted below block granularity where the index knows it.
         num_copies: Blocks copied on write for this request.
-        num_preemptions: Seconds it lost its blocks and was resumed.
+        num_preemptions: Times it lost its blocks and was resumed.
         ttft_s: Seconds from `add` to the first token; None before it.
         latency_s: Seconds from `add` to the last token; None before it finished.
         ttft_times: Where the first went: waiting, computing, copying, compiling.

@@ -229,12 +229,15 @@ class Scheduler:
             request.fork_at = _num_common([seq.chain.tokens for seq in request.live])
         # The hit must leave the leader a token to compute before the others fork from it.
         limit = None if request.forked else request.fork_at - 1
+        scored = len(request.prompt_details) >= request.num_prompt_tokens - 1
         hints = replace(
             expected_output(sampling, leader.num_output_tokens),
             resumed=request.num_preemptions > 0,
             max_hit_tokens=limit,
-            cache_read=sampling.prompt_logprobs is None
-            or len(request.prompt_details) >= request.num_prompt_tokens - 1,
+            priority=sampling.retention,
+            ttl_s=sampling.ttl_s,
+            cache_read=sampling.cache_read and (sampling.prompt_logprobs is None or scored),
+            cache_write=sampling.cache_write,
         )
         hit = self.manager.begin(leader.seq_id, leader.chain, hints)
         leader.num_computed_tokens = hit.num_tokens

@@ -334,6 +334,7 @@ class Instance:
             beam_width=width,
             ignore_eos=True,
             seed=0,
+            **(request.wishes or {}),
         )
 
     def wake(self, now: float) -> None:

@@ -209,3 +209,77 @@ def test_F023_every_row_has_a_token(make_engine, run_all, judge):
                 assert list(sample.token_ids) == judge(asked[request_id], len(sample.token_ids))
         preemptions += engine.scheduler.num_preemptions
     assert preemptions > 60
+
+
+def test_F014_what_a_request_wants_of_the_cache_reaches_the_policy(make_engine, run_all, greedy):
+    """With policy retention the blocks of a request kept at 9 are the last to go, until its seconds are over."""
+
+    def kept(policy, retention=0, ttl_s=None, clock=0.0):
+        engine = make_engine(num_blocks=9, policy=policy)
+        now = [0.0]
+        engine._clock = lambda: now[0]
+        first = [1, 2, 3, 4, 5, 6, 7, 8]
+        engine.add(first, greedy(1, retention=retention, ttl_s=ttl_s))
+        run_all(engine)
+        now[0] = clock
+        for n in range(4):  # 8 blocks of others through a pool of 8
+            engine.add([10 + n] * 8, greedy(1))
+            run_all(engine)
+        again = engine.add([*first, 9], greedy(1))
+        return run_all(engine)[again].num_cached_tokens
+
+    assert kept("lru") == kept("lru", 9) == kept("retention") == 0
+    assert kept("retention", 9) == kept("retention", 9, 50.0, clock=49.0) == 8
+    assert kept("retention", 9, 50.0, clock=51.0) == 0
+
+
+def test_F014_requests_that_opt_out_read_nothing_or_leave_nothing(make_engine, run_all, greedy):
+    engine = make_engine()
+    prompt = list(range(1, 14))
+
+    def cached(**wishes):
+        request = engine.add(prompt, greedy(2, **wishes))
+        output = run_all(engine)[request]
+        return output.num_cached_tokens, output.miss_reason
+
+    assert cached(cache_write=False)[0] == 0
+    assert cached() == (0, "no_match")  # nothing was left
+    assert cached(cache_read=False) == (0, "opted_out")
+    assert cached()[0] == 12
+
+
+def test_F014_wishes_are_checked_by_name():
+    for name, values in {
+        "retention": [1.5, None, True, 2**40],
+        "ttl_s": [0, -1.0, float("nan"), "x", True],
+        "cache_read": [None, 0],
+        "cache_write": ["no"],
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                SamplingParams(**{name: value})
+
+
+def test_B153_long_prompts_and_decodes_share_steps(make_engine, run_all, greedy):
+    """A running answer gets a token in every step; a short prompt behind a long one starts within two where chunks
+    are shorter than the budget. By default they are not: then it waits for the long one's end."""
+
+    def short_waits(chunk_tokens):
+        engine = make_engine(num_blocks=260, token_budget=64, chunk_tokens=chunk_tokens, max_model_len=1024)
+        victim = engine.add([1, 2, 3], greedy(60))
+        engine.step()
+        engine.add([n % 90 for n in range(800)], greedy(1))
+        engine.step()
+        short = engine.add(list(range(10)), greedy(1))
+        begun = engine.scheduler.step
+        ended = {}
+        while engine.has_work:
+            for output in engine.step():
+                ended.setdefault(output.request_id, engine.scheduler.step)
+            if engine.scheduler.step < 15:
+                rows = engine.runner.plans[-1].rows
+                assert [row.num_tokens for row in rows if row.seq.request.request_id == victim] == [1]
+        return ended[short] - begun
+
+    assert short_waits(32) <= 2
+    assert short_waits(0) > 10

@@ -1,5 +1,6 @@
 """The simulator is the engine: same plans, and books that add up under every pressure."""
 
+import json
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.simulator import Beams, Prompts, VirtualClock, hash_plan, simulate
 from pagedjax.sim.synth import agents, chat, target_sharing
-from pagedjax.sim.trace import Trace, TraceRequest
+from pagedjax.sim.trace import Trace, TraceRequest, open_trace, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 A100, H100 = (ROOT / "configs" / "hardware" / f"{name}.toml" for name in ("a100-40gb", "h100-80gb"))
@@ -523,3 +524,29 @@ def test_calibration_leaves_out_what_the_steps_do_not_show() -> None:
     found = calibrate(peaks, bare, rows, [0.5 + w.flops / 5e13 - 3e-3 * n for w, n in zip(works, rows)])
     assert found.compute_efficiency == pytest.approx(0.5, rel=0.05) and found.host_s_per_row == 0.0
     assert 0 < found.step_overhead_s < 0.5
+
+
+def test_F014_wishes_in_a_trace_reach_the_policy(tmp_path: Any) -> None:
+    """A row kept at 9 is hit again after others went through a pool too small for all; read, and written and read."""
+    rows = [{"arrival_s": 0.0, "token_ids": [1] * 8, "num_output": 1, "retention": 9, "ttl_s": 50}]
+    rows += [{"arrival_s": float(n), "token_ids": [n] * 8, "num_output": 1} for n in range(2, 7)]
+    rows += [{"arrival_s": 9.0, "token_ids": [1] * 9, "num_output": 1}]
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("\n".join(map(json.dumps, rows)))
+    write_trace(second, open_trace(first), granularity=1, tail_ids=True)
+
+    def cached(path: Any, policy: str) -> int:
+        manager = PagedManager(num_blocks=9, block_size=4, policy=policy)
+        trace = open_trace(path)
+        result = simulate(trace, manager, lambda plan: 0.1, SchedulerConfig(2, 16), max_model_len=16)
+        return result.records[-1].num_cached
+
+    assert [cached(path, policy) for path in (first, second) for policy in ("lru", "retention")] == [
+        0,
+        8,
+        0,
+        8,
+    ]
+    first.write_text(json.dumps({**rows[0], "ttl_s": -1}))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: ttl_s=-1: must be a positive number"):
+        list(open_trace(first))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class TraceRequest:
         output_ids: i32[num_output] of the answer.
         session: Conversation or agent session it belongs to; "" where the trace does not say.
         group: Category or user, where the trace names one; "" where it does not.
+        wishes: What the request asks of the cache (`retention`, `ttl_s`, `cache_read`, `cache_write`, as in
+            `SamplingParams`); None: nothing.
     """
 
     arrival_s: float
@@ -36,6 +39,7 @@ class TraceRequest:
     output_ids: np.ndarray | None = None
     session: str = ""
     group: str = ""
+    wishes: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def write_trace(path: str | Path, trace: Iterable[TraceRequest], *, granularity:
                 }
             if request.session:
                 record["session"] = request.session
+            record |= request.wishes or {}
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
             count += 1
     return count
@@ -139,6 +140,7 @@ def write_anonymous(
             }
             if request.granule_ids is not None:
                 record["hash_ids"] = request.granule_ids.tolist()
+            record |= request.wishes or {}
             if form == "bailian":
                 record = {"chat_id": count, "parent_chat_id": -1, **record, "turn": 1}
             if not count:

@@ -29,7 +29,7 @@ COMMANDS = {
     "convert": "pagedjax.cli.convert",
     "trace": "pagedjax.cli.trace",
     "curve": "pagedjax.cli.curve",
-    "sharing": "pagedjax.cli.sharing",
+    "advise": "pagedjax.cli.advise",
     "simulate": "pagedjax.cli.simulate",
     "fleet": "pagedjax.cli.fleet",
     "report": "pagedjax.cli.report",

@@ -8,8 +8,9 @@ the prefix tree has as many nodes as tokens, less the neighbours' common prefixe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,9 @@ import numpy as np
 Progress = Callable[[Iterable[int], str, int], Iterable[int]]
 
 _PROBE = 8  # tokens that must agree again for a difference to count as over
-_LONGEST_DYNAMIC = 64  # tokens: a longer difference is another text, not a field that changes
+_LONGEST_FIELD = 4096  # tokens: a longer difference is another text, not a field that changes
+_SAMPLE = 16  # prompts that are laid beside the first to find fields
+_AGREE = 0.9  # of them must have a field for it to be one
 
 
 def _no_progress(items: Iterable[int], label: str, total: int) -> Iterable[int]:
@@ -114,25 +117,37 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """A place where prompts part although what follows is alike: a field that changes per request.
+class ChangingField:
+    """A stretch that differs from prompt to prompt, with common text behind it.
 
     Attributes:
-        position: Token position of the first difference.
-        count: Prompts in the group.
-        num_values: Different tokens found there.
-        dynamic_tokens: Longest stretch that differs before the texts agree again.
-        before / examples: Token ids just before the place, and the differing stretch of three prompts.
-        saved_now: Tokens the group's prompts share now.
-        saved_if_moved: Tokens they would share with that stretch moved to the end.
+        position: Token position in the group's first prompt.
+        num_values: Different stretches among the prompts that have the field.
+        longest: Tokens of the longest.
+        before: Token ids just before it.
+        examples: Three of the stretches.
     """
 
     position: int
-    count: int
     num_values: int
-    dynamic_tokens: int
+    longest: int
     before: tuple[int, ...]
     examples: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A group of prompts that part although what follows is alike: fields that change per request.
+
+    Attributes:
+        count: Prompts in the group.
+        fields: All of them, front to back.
+        saved_now: Tokens the group's prompts share now.
+        saved_if_moved: Tokens they would share with all these fields moved to the end.
+    """
+
+    count: int
+    fields: tuple[ChangingField, ...]
     saved_now: int
     saved_if_moved: int
 
@@ -173,6 +188,7 @@ def check_up(
     *,
     block_sizes: Sequence[int] = (1, 8, 16, 32, 64, 128, 256),
     top: int = 10,
+    least_gain: float = 0.01,
     progress: Progress = _no_progress,
 ) -> Checkup:
     """Examine a set of prompts.
@@ -181,6 +197,7 @@ def check_up(
         prompts: Token ids of each, at least one token.
         block_sizes: Tokens per block to report savings for.
         top: Groups and divergences to keep.
+        least_gain: Share of all tokens that moving fields must save to be worth a word.
         progress: Wraps the long loops, for a progress bar.
 
     Raises:
@@ -202,7 +219,7 @@ def check_up(
         pair_histogram=dict(sorted(pairs.items())),
         savings=tuple(_saving(ordered, size) for size in block_sizes),
         groups=tuple(groups[:top]),
-        divergences=_divergences(ordered, groups, top, progress),
+        divergences=_divergences(ordered, groups, top, least_gain, progress),
     )
 
 
@@ -269,10 +286,11 @@ def prefix_groups(
 
 
 def _divergences(
-    ordered: Sorted, groups: list[PromptGroup], top: int, progress: Progress
+    ordered: Sorted, groups: list[PromptGroup], top: int, least_gain: float, progress: Progress
 ) -> tuple[Divergence, ...]:
-    """Groups that part and come together again, by what moving the difference to the end would gain."""
+    """Groups that part and come together again, by what moving the differences to the end would gain."""
     totals = np.concatenate([[0], np.cumsum(ordered.lengths)])
+    least = least_gain * int(totals[-1])
 
     def beyond(group: PromptGroup) -> int:
         held = int(totals[group.first + group.count] - totals[group.first])
@@ -282,79 +300,118 @@ def _divergences(
     taken: list[range] = []
     likely = sorted(groups, key=lambda g: (-beyond(g), g.depth))[:50]
     for group in likely:
-        if len(found) == top:
+        if len(found) == top or beyond(group) < least:
             break
         span = range(group.first, group.first + group.count)
         if any(span.start in other or other.start in span for other in taken):
             continue
         divergence = _moved(ordered, group, progress)
-        if divergence is not None:
+        if divergence is not None and divergence.saved_if_moved - divergence.saved_now >= max(least, 1):
             found.append(divergence)
             taken.append(span)
     return tuple(sorted(found, key=lambda d: d.saved_now - d.saved_if_moved))
 
 
 def _moved(ordered: Sorted, group: PromptGroup, progress: Progress) -> Divergence | None:
-    """Measure a group with its differing stretch moved behind the rest; None where nothing is gained."""
-    at = group.depth
+    """Measure a group with its changing fields moved behind the rest; None where it has none."""
     texts = ordered.texts[group.first : group.first + group.count]
     reference = texts[0]
-    sample = texts[1 :: max(1, (len(texts) - 1) // 32)]
-    ends = [end for text in sample if (end := _agrees_again(reference, text, at)) is not None]
-    if len(ends) * 2 < len(sample) or max(ends, default=0) == 0:
+    spans = _fields_of(reference, texts[1 :: max(1, (len(texts) - 1) // _SAMPLE)], group.depth)
+    if not spans:
         return None
-    anchor_at = 4 * (at + max(ends))
-    anchor = reference[anchor_at : anchor_at + 4 * _PROBE]
-    stretches: list[bytes] = []
+    anchors = [reference[4 * end : 4 * (end + _PROBE)] for _, end in spans]
+    values: list[dict[bytes, None]] = [{} for _ in spans]
     moved: list[np.ndarray] = []
-    for i in progress(range(len(texts)), "move the difference", len(texts)):
-        text = texts[i]
-        stop = _find(text, anchor, at)
-        if stop is None:
-            moved.append(np.frombuffer(text, dtype=">u4"))
-            continue
-        stretches.append(text[4 * at : 4 * stop])
-        moved.append(np.frombuffer(text[: 4 * at] + text[4 * stop :] + stretches[-1], dtype=">u4"))
+    for i in progress(range(len(texts)), "move the fields", len(texts)):
+        text, at, kept, stretches = texts[i], 0, [], []
+        begin = spans[0][0]
+        for number, anchor in enumerate(anchors):
+            if number:  # what is common between two fields has the same length in every prompt
+                begin = at + spans[number][0] - spans[number - 1][1]
+            stop = _find(text, anchor, begin)
+            if stop is None:
+                break
+            kept.append(text[4 * at : 4 * begin])
+            stretches.append(text[4 * begin : 4 * stop])
+            values[number][stretches[-1]] = None
+            at = stop
+        moved.append(np.frombuffer(b"".join([*kept, text[4 * at :], *stretches]), dtype=">u4"))
     now = int(ordered.lcp[group.first + 1 : group.first + group.count].sum())
-    then = int(Sorted.of(moved).lcp.sum())
-    if then <= now:
-        return None
-    distinct = list(dict.fromkeys(stretches))
-
-    def ids(data: bytes) -> tuple[int, ...]:
-        return tuple(np.frombuffer(data, dtype=">u4").tolist())
-
-    return Divergence(
-        position=at,
-        count=group.count,
-        num_values=len({text[4 * at : 4 * at + 4] for text in texts}),
-        dynamic_tokens=max(len(s) for s in distinct) // 4,
-        before=ids(reference[max(0, 4 * (at - 8)) : 4 * at]),
-        examples=tuple(ids(s) for s in distinct[:3]),
-        saved_now=now,
-        saved_if_moved=then,
-    )
+    fields = [
+        ChangingField(
+            position=begin,
+            num_values=len(distinct),
+            longest=max(map(len, distinct)) // 4,
+            before=_ids(reference[max(0, 4 * (begin - 8)) : 4 * begin]),
+            examples=tuple(_ids(value) for value in list(distinct)[:3]),
+        )
+        for (begin, _), distinct in zip(spans, values)
+        if distinct
+    ]
+    return Divergence(group.count, tuple(fields), now, int(Sorted.of(moved).lcp.sum()))
 
 
-def _agrees_again(reference: bytes, text: bytes, at: int) -> int | None:
-    """Tokens of the reference from `at` on that differ, before it agrees with `text` again."""
-    windows: dict[bytes, int] = {}
-    for skip in range(_LONGEST_DYNAMIC + 1):
-        begin = 4 * (at + skip)
-        window = reference[begin : begin + 4 * _PROBE]
-        if len(window) == 4 * _PROBE:
-            windows.setdefault(window, skip)
-    for skip in range(_LONGEST_DYNAMIC + 1):
-        begin = 4 * (at + skip)
-        found = windows.get(text[begin : begin + 4 * _PROBE])
-        if found is not None:
-            return found
-    return None
+def _ids(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype=">u4").tolist())
+
+
+def _fields_of(reference: bytes, sample: list[bytes], depth: int) -> list[tuple[int, int]]:
+    """(begin, end) in the reference of stretches that nearly all of a sample have otherwise, front to back.
+
+    Each prompt is laid beside the reference: where they part, the first place from which `_PROBE` tokens agree again
+    ends the difference. Differences of several prompts that touch are one field.
+    """
+    windows: dict[bytes, list[int]] = {}
+    for at in range(depth, len(reference) // 4 - _PROBE + 1):
+        windows.setdefault(reference[4 * at : 4 * (at + _PROBE)], []).append(at)
+    seen: list[tuple[int, int, int]] = []
+    for number, text in enumerate(sample):
+        if number == 4 and not seen:
+            return []
+        seen += [(begin, end, number) for begin, end in _differences(reference, text, depth, windows)]
+    fields: list[tuple[int, int]] = []
+    members: set[int] = set()
+    for begin, end, number in [*sorted(seen), (1 << 62, 1 << 62, -1)]:
+        if fields and begin <= fields[-1][1]:
+            fields[-1] = (fields[-1][0], max(fields[-1][1], end))
+        else:
+            if fields and len(members) < _AGREE * len(sample):
+                fields.pop()
+            members = set()
+            fields.append((begin, end))
+        members.add(number)
+    return fields[:-1]
+
+
+def _differences(
+    reference: bytes, text: bytes, depth: int, windows: dict[bytes, list[int]]
+) -> Iterator[tuple[int, int]]:
+    """(begin, end) in the reference of each stretch that `text` has otherwise, as long as it comes back to it."""
+    at, there = depth, depth  # in the reference, in the text
+    while True:
+        same = _common(reference[4 * at :], text[4 * there :])
+        at, there = at + same, there + same
+        if at >= len(reference) // 4 or there >= len(text) // 4:
+            return
+        for skip in range(_LONGEST_FIELD + 1):
+            begin = 4 * (there + skip)
+            if begin + 4 * _PROBE > len(text):
+                return
+            places = windows.get(text[begin : begin + 4 * _PROBE])
+            if places is None:
+                continue
+            nearest = bisect_left(places, at)
+            if nearest < len(places) and places[nearest] - at <= _LONGEST_FIELD:
+                yield at, places[nearest]
+                at, there = places[nearest], there + skip
+                break
+        else:
+            return
 
 
 def _find(text: bytes, anchor: bytes, at: int) -> int | None:
-    """Token position of `anchor` at most `_LONGEST_DYNAMIC` tokens behind `at`."""
-    begin, end = 4 * at, 4 * (at + _LONGEST_DYNAMIC) + len(anchor)
+    """Token position of `anchor` at most `_LONGEST_FIELD` tokens behind `at`."""
+    begin, end = 4 * at, 4 * (at + _LONGEST_FIELD) + len(anchor)
     place = text.find(anchor, begin, end)
     while place >= 0 and place % 4:
         place = text.find(anchor, place + 1, end)

@@ -1,4 +1,4 @@
-"""trace, curve, sharing and experiment on the command line."""
+"""trace, curve, advise and experiment on the command line."""
 
 import json
 import subprocess
@@ -59,13 +59,13 @@ def test_curve_prints_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert curve == replayed and float(bound) >= float(curve)
 
 
-def test_sharing_names_the_timestamp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_names_the_timestamp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.jsonl"
     common = "You answer questions about trains. " * 20
     path.write_text("".join(json.dumps({"prompt": f"[12:{i:02d}] {common} Q{i}?"}) + "\n" for i in range(60)))
-    assert main(["sharing", str(path), "--block-size", "16", "--kv-bytes-per-token", "1000"]) == 0
+    assert main(["advise", str(path), "--block-size", "16", "--kv-bytes-per-token", "1000"]) == 0
     text = capsys.readouterr().out
-    assert "changing field at token 4" in text and "after '[12:'" in text and "KV memory" in text
+    assert "changing field at 4 bytes, 60 values" in text and "after '[12:'" in text and "KV memory" in text
 
 
 def test_experiment_list_and_single_case(
@@ -133,8 +133,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trace make chat /dev/full --set num_sessions=2", "/dev/full: no space left on device"),
         ("trace convert good.jsonl /dev/full", "/dev/full: no space left on device"),
         ("trace info /proc/self/mem", "/proc/self/mem: input/output error"),
-        ("sharing good.jsonl --parameters nan", "must be a number of weights"),
-        ("sharing good.jsonl --top -1", "-1 is not in the range x>=0"),
+        ("advise good.jsonl --parameters nan", "must be a number of weights"),
+        ("advise good.jsonl --top -1", "-1 is not in the range x>=0"),
         ("experiment run hit-length --jobs 0", "0 is not in the range x>=1"),
         ("experiment run hit-length --set prompt=a", "prompt=a: must be a whole number; try prompt=16"),
     ],
@@ -219,7 +219,7 @@ def test_convert_hides_what_was_said(files: Path, capsys: pytest.CaptureFixture[
     assert "--salt: has an effect with --anonymise only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["trace info", "curve", "fleet"])
+@pytest.mark.parametrize("command", ["trace info", "curve", "fleet", "advise", "simulate"])
 def test_all_commands_read_with_one_set_of_options(files: Path, command: str) -> None:
     (files / "q.csv").write_text("q,at\nabcabcabcabcabcabc,5\nabcabcabcabcabcabc,7\n")
     options = ["--column", "prompt=q", "--column", "time=at", "--time-unit", "ms", "--sample", "1", "--quiet"]
@@ -233,6 +233,7 @@ def test_F081_hits_of_lengths_are_unknown_not_0(files: Path, capsys: pytest.Capt
         assert main(["trace", "info", name]) == 0
         out = capsys.readouterr().out
         assert "hit rate          unknown" in out and "0.0000" not in out
-        assert main(["curve", name]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and "no identity of prefixes, so its hits are unknown" in err
+        for command in ("curve", "advise"):
+            assert main([command, name]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and "no identity of prefixes, so its hits are unknown" in err

@@ -113,16 +113,68 @@ def test_a_timestamp_near_the_front_is_named(at: int) -> None:
     result = check_up(prompts, block_sizes=(16,))
     assert result.savings[0].shared_blocks == at // 16 * 149
     (found, *_) = result.divergences
-    assert (found.position, found.count, found.num_values, found.dynamic_tokens) == (at, 150, 150, 2)
-    assert found.before == tuple(before[-8:].tolist()) if at else found.before == ()
-    assert all(10_000 <= e[0] < 20_000 <= e[1] for e in found.examples)
+    (field,) = found.fields
+    assert (field.position, found.count, field.num_values, field.longest) == (at, 150, 150, 2)
+    assert field.before == tuple(before[-8:].tolist()) if at else field.before == ()
+    assert all(10_000 <= e[0] < 20_000 <= e[1] for e in field.examples)
     assert found.saved_now == at * 149
     assert found.saved_if_moved == (at + 1000) * 149
 
 
+def _text(rng: np.random.Generator, length: int) -> str:
+    return "".join(chr(c) for c in rng.integers(97, 123, length))
+
+
+def _moves(prompts: list[str]) -> tuple[list[tuple[int, int, int]], int]:
+    """(position, values, longest) of each field of the first group with any, and what moving them gains, in bytes."""
+    result = check_up([list(p.encode()) for p in prompts])
+    if not result.divergences:
+        return [], 0
+    (found, *_) = result.divergences
+    fields = [(f.position, f.num_values, f.longest) for f in found.fields]
+    return fields, found.saved_if_moved - found.saved_now
+
+
+def test_F082_values_are_counted_whole() -> None:
+    rng = np.random.default_rng(0)
+    common = _text(rng, 900)
+    fields, _ = _moves([f"[12:{i // 10}{i % 10}] {common} Q{i}" for i in range(60)])
+    assert fields == [(4, 60, 2)]
+
+
+def test_F082_a_long_field_at_the_front_is_found() -> None:
+    rng = np.random.default_rng(1)
+    common = _text(rng, 5000)
+    fields, gain = _moves([_text(rng, 100) + common + _text(rng, 9) for _ in range(40)])
+    assert fields == [(0, 40, 100)] and 39 * 5000 <= gain < 39 * 5010
+
+
+def test_F082_all_fields_are_found_and_counted_together() -> None:
+    rng = np.random.default_rng(2)
+    common = _text(rng, 5000)
+    prompts = [
+        f"Time: {_text(rng, 8)}. You are a helpful assistant. User: {_text(rng, 12)}. {common}"
+        for _ in range(40)
+    ]
+    fields, gain = _moves(prompts)
+    assert [(values, longest) for _, values, longest in fields] == [(40, 8), (40, 12)]
+    assert gain == pytest.approx(196_000, rel=0.01)
+
+
+def test_F082_gains_too_small_to_matter_are_no_advice() -> None:
+    rng = np.random.default_rng(3)
+    head = _text(rng, 1000)
+    # What is common behind the field is 8 bytes long: 792 of 104,400.
+    assert _moves([f"{head}{_text(rng, 6)} commons{_text(rng, 30)}" for _ in range(100)]) == ([], 0)
+    two = [f"A {_text(rng, 5)} " + head if i % 2 else f"B {_text(rng, 7)} " + head[::-1] for i in range(60)]
+    result = check_up([list(p.encode()) for p in two])
+    assert [d.count for d in result.divergences] == [30, 30]  # two templates, each with its own field
+
+
 def test_generated_timestamps_are_named_too() -> None:
     result = check_up([r.token_ids for r in system_prompt(40, timestamp=True)])
-    assert result.divergences[0].position == 0 and result.divergences[0].saved_if_moved >= 39 * 1500
+    (found, *_) = result.divergences
+    assert found.fields[0].position == 0 and found.saved_if_moved >= 39 * 1500
 
 
 def test_bad_input_is_refused() -> None:

@@ -1,0 +1,259 @@
+"""`pagedjax advise`: which block size, pool, policy and prompt; each with the command that proves it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagedjax.cli.options import emit_json
+from pagedjax.cli.trace_options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FILE,
+    QUIET,
+    Opener,
+    requests_bar,
+    trace_options,
+)
+
+if TYPE_CHECKING:
+    from pagedjax.sim.advice import Advice
+    from pagedjax.sim.sharing import Checkup
+    from pagedjax.sim.trace import Trace
+
+
+@click.command("advise")
+@FILE
+@click.option(
+    "--block-size",
+    "sizes",
+    type=AT_LEAST_1,
+    multiple=True,
+    help="Tokens per block; repeatable, pools and policies are those of the first.  [default: 16 to 256]",
+)
+@click.option(
+    "--capacity", type=AT_LEAST_1, help="Blocks to compare policies at.  [default: half of LRU's 95 %]"
+)
+@click.option("--policy", "policies", multiple=True, help="To replay beside LRU; repeatable.  [default: all]")
+@click.option("--insert", type=click.Choice(["prompt", "prompt+output"]), default="prompt", show_default=True)
+@click.option(
+    "--kv-bytes-per-token", type=AT_LEAST_0, default=0, help="Of the model, to turn tokens into memory."
+)
+@click.option("--parameters", type=float, default=0.0, help="Of the model, to turn tokens into prefill work.")
+@click.option(
+    "--top", type=AT_LEAST_0, default=5, show_default=True, help="Groups and changing fields to show."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@trace_options
+@QUIET
+def command(
+    file: Path,
+    sizes: tuple[int, ...],
+    capacity: int | None,
+    policies: tuple[str, ...],
+    insert: Any,
+    kv_bytes_per_token: int,
+    parameters: float,
+    top: int,
+    as_json: bool,
+    open_file: Opener,
+    quiet: bool,
+) -> None:
+    """What should the cache be like for the trace FILE, and what should change in its prompts?
+
+    Counted by replay: a block is found if an earlier request left it, whatever its time.
+    """
+    from pagedjax.sim.advice import advise
+    from pagedjax.sim.replay import PolicyStore
+
+    if not 0 <= parameters < math.inf:
+        raise click.UsageError(f"--parameters {parameters}: must be a number of weights, such as 7e9")
+    for name in policies:
+        if name == "belady":
+            raise click.BadParameter("--policy belady: is no policy but a bound, which is shown anyway")
+        PolicyStore(1, name)  # a name that does not exist is refused before the trace is read
+    trace = open_file(file)
+    advice = advise(
+        trace,
+        block_sizes=sizes,
+        capacity=capacity or 0,
+        policies=policies or None,
+        insert=insert,
+        progress=lambda label: requests_bar(label, quiet),
+    )
+    checkup = _check_up(trace, advice, sizes, top, quiet)
+    left = advice.tokens - advice.best_size.found
+    costs = {
+        "kv_bytes": [n * kv_bytes_per_token for n in (advice.tokens, left)] if kv_bytes_per_token else None,
+        "prefill_flops": [2 * parameters * n for n in (advice.tokens, left)] if parameters else None,
+    }
+    if as_json:
+        emit_json(_document(trace, advice, checkup, open_file, costs))
+        return
+    unit = (
+        open_file.unit
+        if trace.format in ("chat", "gateway", "sharegpt", "prompts", "alpaca-text")
+        else "tokens"
+    )
+    _show_sizes(file, advice, unit)
+    _show_costs(advice, costs)
+    _show_pools(file, advice, insert)
+    if checkup is not None:
+        _show_prompts(file, checkup, open_file, unit, advice.tokens)
+    print(
+        "assumed: every request finds what earlier ones left, at once and under way alike; "
+        + (
+            "answers are kept, too"
+            if insert == "prompt+output"
+            else "answers are not kept (--insert prompt+output)"
+        )
+        + "; the bound is Belady's for block requests, and no policy's"
+    )
+
+
+def _check_up(trace: Trace, advice: Advice, sizes: tuple[int, ...], top: int, quiet: bool) -> Checkup | None:
+    """Groups and fields of the prompts; None where there are no token ids to lay side by side."""
+    from pagedjax.progress import bar
+    from pagedjax.sim.sharing import check_up
+
+    if trace.granularity != 1:
+        return None
+
+    def progress(items: Iterable[int], label: str, total: int) -> Iterator[int]:
+        with bar(label, total, enabled=not quiet and sys.stderr.isatty()) as advance:
+            for i, item in enumerate(items, 1):
+                if i % 256 == 0:
+                    advance(256)
+                yield item
+
+    prompts = (request.token_ids for request in trace)
+    chosen = sizes or [size.block_size for size in advice.sizes]
+    return check_up((p for p in prompts if p is not None), block_sizes=chosen, top=top, progress=progress)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "0.0%"
+
+
+def _show_sizes(file: Path, advice: Advice, unit: str) -> None:
+    print(f"{advice.requests:,} requests, {advice.tokens:,} prompt tokens ({unit})")
+    print("where they go in a cache without end, by block size:")
+    print("block size          found   lost below a block   lost to the last token            new")
+    for s in advice.sizes:
+        print(
+            f"{s.block_size:>10} {s.found:>9,} {_share(s.found, s.looked_up):>5} {s.below_block:>13,} "
+            f"{_share(s.below_block, s.looked_up):>6} {s.last_token:>14,} {_share(s.last_token, s.looked_up):>6} "
+            f"{s.new:>14,}"
+        )
+    best = advice.best_size
+    if not best.found:
+        print("No prompt begins like an earlier one for a whole block: a prefix cache finds nothing here.")
+        return
+    print(
+        f"Take blocks of {best.block_size}: the largest that find 95 % of what the best size finds "
+        f"({_share(best.found, best.looked_up)} of all tokens)."
+    )
+    print(f"  proof: pagedjax trace info {shlex.quote(str(file))} --block-size {best.block_size}")
+
+
+def _show_costs(advice: Advice, costs: dict[str, Any]) -> None:
+    if costs["kv_bytes"]:
+        alone, shared = (n / 1e9 for n in costs["kv_bytes"])
+        print(f"KV memory: {alone:,.2f} GB alone, {shared:,.2f} GB without what is found")
+    if costs["prefill_flops"]:
+        alone, shared = (n / 1e15 for n in costs["prefill_flops"])
+        print(
+            f"prefill: {alone:,.2f} PFLOP alone, {shared:,.2f} PFLOP without what is found (no attention counted)"
+        )
+
+
+def _show_pools(file: Path, advice: Advice, insert: str) -> None:
+    if not advice.unlimited_tokens:
+        return
+    for pool in advice.pools:
+        print(
+            f"{pool.share:.0%} of that takes {pool.blocks:,} blocks of {advice.block_size} under LRU "
+            f"({pool.blocks * advice.block_size:,} tokens of KV), beside {advice.distinct:,} different ones."
+        )
+    rest = "" if insert == "prompt" else f" --insert {insert}"
+    proof = f"pagedjax curve {shlex.quote(str(file))} --block-size {advice.block_size}{rest}"
+    print(f"  proof: {proof} " + " ".join(f"--capacity {pool.blocks}" for pool in advice.pools))
+    best = advice.policies[0]
+    print(
+        f"At {advice.capacity:,} blocks {best.name} finds most: {_share(best.hit_blocks, advice.blocks)} of the "
+        f"blocks, {best.of_bound:.1%} of the bound ({_share(advice.bound_blocks, advice.blocks)})."
+    )
+    for policy in advice.policies[1:]:
+        print(
+            f"  {policy.name:<12} {_share(policy.hit_blocks, advice.blocks):>6}, {policy.of_bound:.1%} of the bound"
+        )
+    names = " ".join(f"--policy {policy.name}" for policy in advice.policies if policy.name != "lru")
+    print(f"  proof: {proof} --capacity {advice.capacity} {names} --bound".replace("  --bound", " --bound"))
+
+
+def _show_prompts(file: Path, checkup: Checkup, open_file: Opener, unit: str, tokens: int) -> None:
+    print("prefix groups by tokens saved:")
+    for g in (g for g in checkup.groups if g.saved_tokens):
+        ways = f"then part {g.num_branches:,} ways: {g.saved_tokens:,} {unit}"
+        print(f"  {g.count:>6,} prompts share {g.depth:,} {unit}, {ways}")
+    if not checkup.divergences:
+        print("No field that changes per request stands in front of common text worth 1 % of all tokens.")
+    decode = open_file.texts.decode
+    for d in checkup.divergences:
+        gain = d.saved_if_moved - d.saved_now
+        many = "this field" if len(d.fields) == 1 else f"these {len(d.fields)} fields"
+        print(
+            f"Move {many} of {d.count:,} prompts to the end: they would share {d.saved_if_moved:,} {unit} instead of "
+            f"{d.saved_now:,}, {_share(gain, tokens)} of all."
+        )
+        for f in d.fields:
+            examples = ", ".join(repr(decode(e)) for e in f.examples)
+            print(
+                f"  changing field at {f.position} {unit}, {f.num_values:,} values, up to {f.longest} {unit}, after "
+                f"{decode(f.before)!r}: {examples}"
+            )
+    if checkup.divergences:
+        print(
+            f"  proof: move them in a copy of the file, then pagedjax advise COPY beside {shlex.quote(str(file))}"
+        )
+
+
+def _document(
+    trace: Trace, advice: Advice, checkup: Checkup | None, open_file: Opener, costs: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything, as plain data."""
+    out: dict[str, Any] = {
+        "trace": {"name": trace.name, "format": trace.format, "sha256": trace.digest()},
+        **asdict(advice),
+        "best_block_size": advice.best_size.block_size,
+        **costs,
+        "assumed": {
+            "concurrent requests": "find what earlier ones left, as if those had ended",
+            "bound": "Belady's for block requests; no policy's, and no proven optimum for prefix chains",
+        },
+        "prompts": None,
+    }
+    if checkup is not None:
+        decode = open_file.texts.decode
+        out["prompts"] = {
+            "groups": [asdict(group) for group in checkup.groups],
+            "moves": [
+                {
+                    **asdict(d),
+                    "fields": [
+                        {**asdict(f), "before": decode(f.before), "examples": [decode(e) for e in f.examples]}
+                        for f in d.fields
+                    ],
+                }
+                for d in checkup.divergences
+            ],
+            "shared_blocks": [asdict(saving) for saving in checkup.savings],
+        }
+    return out

@@ -69,7 +69,8 @@ class _Header:
         self.file, self.path, self.left, self.elements = file, path, size, 0
 
     def fail(self, got: str, rule: str) -> NoReturn:
-        raise ModelError(f"{self.path.name}: {got}: {rule}; download the GGUF file again")
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in got)
+        raise ModelError(f"{self.path.name}: {line}: {rule}; download the GGUF file again")
 
     def take(self, n: int, what: str) -> bytes:
         if n > self.left:

@@ -226,32 +226,25 @@ def place(mutant: Mutant, package: Path = PACKAGE) -> tuple[Path, int]:
     return found[0]
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> int | None:
-    """pytest's exit status with the package of this folder; None: no end in time."""
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """pytest's exit status with the package of this folder (None: no end in time), and what it printed."""
     env = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
     command += [f"tests/{test}" for test in tests]
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
-        )
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+        return None, ""
+    return done.returncode, done.stdout
 
 
 def outcome(mutant: Mutant, folder: Path) -> str:
-    """ "killed" (a test failed, or none ended), "survived", or what kept pytest from saying so."""
+    """ "killed" (a test failed, or none ended), "SURVIVED", or what kept pytest from saying so."""
     path, _ = place(mutant, folder / PACKAGE.name)
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        status = run_tests(folder, mutant.tests)
+        status, _ = run_tests(folder, mutant.tests)
     finally:
         path.write_text(text, encoding="utf-8")
     return {None: "killed", 1: "killed", 0: "SURVIVED"}.get(status, f"pytest ended with status {status}")
@@ -265,8 +258,9 @@ def main(mutants: Sequence[Mutant]) -> int:
         folder = Path(name)
         shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
         tests = sorted({test for mutant in mutants for test in mutant.tests})
-        if status := run_tests(folder, tests):
-            print(f"without a mutant pytest ends with status {status}: mend {', '.join(tests)} first")
+        status, printed = run_tests(folder, tests)
+        if status != 0:
+            print(f"{printed[-2000:]}\nwithout a mutant pytest ends with status {status}: mend that first")
             return 1
         killed = 0
         for mutant in mutants:

@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 from pagedjax.cache.rules import check_block_size, require
 
 DTYPES = ("float32", "bfloat16", "float16")
+ADMISSIONS = ("chunk", "whole")
 PREEMPTIONS = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -172,6 +173,9 @@ class SchedulerConfig:
             moves them to the host (cache.host_blocks), "auto" chooses what is predicted to be quicker.
         swap_bandwidth_bytes: Bytes per second between device and host that "auto" assumes until it has
             measured copies.
+        admission: "chunk" admits a request where its first chunk finds room: it starts early and may be preempted
+            before its prompt is done. "whole" waits until all of the prompt would; fewer tokens are computed
+            twice where the pool is tight.
     """
 
     max_num_seqs: int = 32
@@ -180,6 +184,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     preemption: str = "recompute"
     swap_bandwidth_bytes: int = 8 * 1000**3
+    admission: str = "chunk"
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("token_budget", 1), ("chunk_tokens", 0)):
@@ -187,6 +192,10 @@ class SchedulerConfig:
             require(
                 value >= least, f"scheduler.{name}={value}: must be at least {least}; try {max(32, least)}"
             )
+        require(
+            self.admission in ADMISSIONS,
+            f"scheduler.admission={self.admission}: must be one of {', '.join(ADMISSIONS)}; try chunk",
+        )
         require(
             self.preemption in PREEMPTIONS,
             f"scheduler.preemption={self.preemption}: must be one of {', '.join(PREEMPTIONS)}; try auto",

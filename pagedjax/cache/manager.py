@@ -175,7 +175,7 @@ class PagedManager:
 
     # ------------------------------------------------------------ reserve
 
-    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0, whole: int = 0) -> bool:
         """Make the next positions of a sequence writable, or change nothing.
 
         Room is counted so that hits waiting among the evictable blocks are consumed, and so is the source
@@ -195,6 +195,8 @@ class PagedManager:
             if writes_from < len(table):
                 copies = self._unwritable(state, pool, table, writes_from, want)
             need = max(want - len(table), 0) + len(copies)
+            if whole:
+                need = max(need, group.most_blocks(whole, num_tokens) - len(table) + table.count(0))
             if state.recorded and self.host_blocks:
                 need += sum([b < 0 for b in table])
             room = pool.num_free - need

@@ -180,13 +180,19 @@ class KVCacheManager(Protocol):
         """
         ...
 
-    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0, whole: int = 0) -> bool:
         """Make the next positions of a sequence writable, or change nothing.
 
         On True the block table covers positions [computed, computed + num_tokens + lookahead), each in a
         block that this sequence alone holds and that is not indexed; blocks that were shared or indexed
         have been replaced and their copies planned. The first call after `begin` takes the hits: it adds
         their references before it allocates; with 0 tokens it takes the hits and nothing else.
+
+        Args:
+            num_tokens: Positions to be written next.
+            lookahead: Further ones, after them.
+            whole: Refuse as well where a sequence of so many tokens, computed in steps of `num_tokens`, would
+                find no room now; nothing more is taken for it.
 
         Returns:
             False: no room, or a recorded hit was evicted meanwhile: `begin` again.

@@ -250,7 +250,7 @@ class ReservationManager:
             rounded = min(rounded, max(final, self.num_usable * self.block_size))
         return max(min(rounded, self.max_tokens), length), max(min(final, self.max_tokens), length)
 
-    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0) -> bool:
+    def reserve(self, seq: int, num_tokens: int, lookahead: int = 0, whole: int = 0) -> bool:
         """Make the next positions writable: reserve the whole sequence at first, then move only if outgrown."""
         state = self._get(seq)
         if num_tokens < 0 or lookahead < 0:

@@ -179,7 +179,9 @@ class Scheduler:
             if want < pending and not (self.config.chunked_prefill or request.num_preemptions):
                 self._take_back(leader)
                 return
-            if not self.manager.reserve(leader.seq_id, want):
+            # With nobody running nobody makes more room: then the first chunk is all there is to ask for.
+            ask = self.config.admission == "whole" and bool(self.running)
+            if not self.manager.reserve(leader.seq_id, want, whole=len(leader.chain) if ask else 0):
                 self._take_back(leader)
                 if self.running:
                     return

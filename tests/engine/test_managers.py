@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedjax.cache import INDEXES, POLICIES, Hints, ReservationManager
+from pagedjax.cache import (
+    INDEXES,
+    POLICIES,
+    Hints,
+    KVGroup,
+    PagedManager,
+    ReservationManager,
+    TokenChain,
+)
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
@@ -94,3 +102,50 @@ def test_F010_what_was_accepted_still_fits_when_it_comes_back():
     for done in range(32):  # 15 done: 35 tokens and 17 to come, rounded to 32, would be 17 blocks
         needed, usable = manager.demand(20 + done, 4, Hints(max_tokens=32 - done, resumed=done > 0))
         assert needed <= usable == 16, done
+
+
+@pytest.mark.parametrize("options", [{}, dict(index="radix"), dict(host_blocks=20)], ids=str)
+def test_admission_by_the_whole_prompt_computes_less_twice(make_engine, judge, options):
+    """60 prompts over 60 blocks, in chunks: who starts early gives its blocks up before its prompt is done."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 90, size=int(rng.integers(20, 120))).tolist() for _ in range(60)]
+    computed = {}
+    for admission in ("chunk", "whole"):
+        manager = make_engine(num_blocks=61, block_size=4, **options).manager
+        runner = type(make_engine().runner)(manager)
+        engine = Engine(manager, runner, SchedulerConfig(8, 64, 16, admission=admission), max_model_len=256)
+        outputs = _run(engine, prompts, 6)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.outputs[0].token_ids) == judge(prompt, 6)
+        computed[admission] = sum(plan.num_tokens for plan in runner.plans)
+    assert computed["whole"] < computed["chunk"] * (1 if options.get("host_blocks") else 0.95)
+
+
+def test_admission_by_the_whole_prompt_hangs_on_nothing(make_engine, judge):
+    """A prompt as large as the pool runs when nobody else does, even where a pin takes a part."""
+    manager = make_engine(num_blocks=21, block_size=4).manager
+    engine = Engine(
+        manager,
+        type(make_engine().runner)(manager),
+        SchedulerConfig(4, 32, 8, admission="whole"),
+        max_model_len=200,
+    )
+    prompts = [[5] * 12, list(range(1, 75)), [7] * 30, list(range(2, 76))]
+    outputs = _run(engine, prompts, 4)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == judge(prompt, 4)
+
+
+def test_admission_by_the_whole_prompt_asks_a_window_for_what_it_holds_at_once():
+    """100 tokens in steps of 8 under a window of 8 hold 5 blocks of 4 at once, not 25."""
+
+    chain = TokenChain(range(100), block_size=4)
+    for blocks, fits in ((6, True), (5, False)):
+        manager = PagedManager(num_blocks=60, block_size=4, groups=[KVGroup(), KVGroup(blocks, window=8)])
+        manager.begin(0, chain)
+        assert manager.reserve(0, 8, whole=100) is fits
+    manager = PagedManager(num_blocks=26, block_size=4)
+    manager.begin(0, chain)
+    before = manager.snapshot()
+    assert not manager.reserve(0, 8, whole=101) and manager.snapshot() == before
+    assert manager.reserve(0, 8, whole=100) and len(manager.table(0)) == 2  # asked, not taken

@@ -7,7 +7,7 @@ import pytest
 
 from pagedjax.cache import INDEXES, POLICIES, PagedManager, TokenChain
 from pagedjax.cache.policies import Belady
-from pagedjax.sim.replay import LRU, PolicyStore, replay
+from pagedjax.sim.replay import LRUStore, PolicyStore, replay
 from pagedjax.sim.trace import Trace, TraceRequest
 
 SIZE = 4
@@ -99,10 +99,10 @@ def test_F004_of_blocks_that_came_together_the_tail_goes_first() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_F004_the_quick_lru_of_a_replay_is_the_engines(seed: int) -> None:
-    """`LRU` is an ordered dictionary; the engine's queue with its prompts in chunks says the same."""
+    """`LRUStore` is an ordered dictionary; the engine's queue with its prompts in chunks says the same."""
     rng = random.Random(seed)
     rows, capacity = _tree(rng, 80), rng.randrange(8, 40)
     requests = [TraceRequest(float(i), SIZE * len(r), 1, granule_ids=np.array(r)) for i, r in enumerate(rows)]
     trace = Trace("tree", "generated", SIZE, True, lambda: iter(requests))
-    counted = replay(trace, SIZE, LRU(capacity))
+    counted = replay(trace, SIZE, LRUStore(capacity))
     assert counted.hit_blocks == sum(_engine("lru", "hash", capacity, rows, chunk=7))

@@ -271,3 +271,89 @@ def test_an_outside_policy_and_a_hardware_file_run_in_worker_processes(
         ValueError, match="must be a file, or one of a100-40gb, a100-40gb-anyscale, h100-80gb"
     ):
         list(lab.load("concurrency").run({**units[0], "hardware": "a200"}, tmp_path))
+
+
+# Questions whose results are to be written anew, on an idle machine; an entry goes when its result has come.
+AWAITED: set[str] = {
+    "cached-ttft",
+    "decode-block-size",
+    "decoded-sharing",
+    "disaggregation",
+    "engine-simulator",
+    "eviction-policies",
+    "hot-prefix",
+    "latency-rate",
+    "paged-block-size",
+    "routing",
+    "scale-out",
+    "serving-hour",
+    "stale-view",
+    "store-size",
+    "swap-recompute",
+}
+
+
+def awaited(names: list[str]) -> list[object]:
+    """A test per question; those of `AWAITED` may fail until their results are there."""
+    return [pytest.param(n, marks=pytest.mark.xfail(strict=False)) if n in AWAITED else n for n in names]
+
+
+# The papers' serving tables, of a device and a scheduler of their time.
+SERVING = [name for name in lab.names() if "hardware" in lab.load(name).units(False, 0)[0]]
+
+
+@pytest.mark.parametrize("name", awaited(SERVING))
+def test_F085_figures_that_depend_on_host_work_stand_under_both_machines(name: str) -> None:
+    experiment = lab.load(name)
+    units = lab.units_of(experiment, smoke=False, seed=0)
+    assert {unit["hardware"] for unit in units} == {"a100-40gb", "a100-40gb-anyscale"}
+    for claim in experiment.claims:
+        assert claim.beside is not None or "sensitivity" in claim.source, claim.text
+    for row in told(name).values():
+        assert row["ours"] is not None and row["seeds"] >= 5, row  # type: ignore[operator]
+        assert "sensitivity" in str(row["source"]) or row["other machine, one seed"] is not None, row
+
+
+@pytest.mark.parametrize("name", awaited(["serving-hour"]))
+def test_F085_the_hour_is_played_under_three_hosts(name: str) -> None:
+    hosts = {unit["host"] for unit in lab.units_of(lab.load(name), smoke=False, seed=0)}
+    assert hosts == {"h100-80gb", "a100-40gb", "a100-40gb-anyscale"}
+    assert all(row["ours"] is not None for row in told(name).values())
+
+
+def test_F089_constants_are_sourced_and_odd_figures_explained() -> None:
+    for path in sorted((ROOT / "configs" / "hardware").glob("*.toml")):
+        text = path.read_text()
+        assert "\nhost_bytes_per_s = " in text and "\ntransfer_s = " in text, path.name
+    text = (ROOT / "configs" / "hardware" / "a100-40gb.toml").read_text()
+    assert "PCIe Gen4" in text and "Assumed: what starting one copy costs" in text
+    assert any("sensitivity to an assumption" in claim.source for claim in lab.load("swap-recompute").claims)
+    mooncake = told("mooncake-curve")
+    for trace in ("conversation", "synthetic"):
+        for tokens in ("100,000", "1,000,000"):
+            assert mooncake[f"{trace}, {tokens} tokens"]["verdict"] in ("reproduced", "differs")
+
+
+@pytest.mark.parametrize("name", awaited(["decoded-sharing"]))
+def test_F089_sixteen_requests_stand_with_their_interval(name: str) -> None:
+    sampled = {text: row for text, row in told(name).items() if "draws of 16" in text}
+    assert sampled and all(row["seeds"] == 20 and row["± 95 %"] for row in sampled.values())
+
+
+@pytest.mark.parametrize("name", awaited(["cached-ttft"]))
+def test_F089_what_is_left_of_the_gain_is_explained(name: str) -> None:
+    answer = told(name)["gain in latency with the longest answer"]
+    assert answer["paper"] == 1.0 and answer["ours"] and "near 1 only where" in lab.load(name).note
+    assert max(row["output_tokens"] for row in committed(name)) == 256  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", awaited(lab.names()))
+def test_F086_committed_headers_are_of_the_committed_questions(name: str) -> None:
+    """hit-length's header once matched no file."""
+    header, units = lab.ResultFile(RESULTS / f"{name}.jsonl").read()
+    assert header is not None, f"{name}: no result is committed"
+    experiment = lab.load(name)
+    assert header["definition"] == experiment.definition
+    assert header["sources"]["experiment"] == provenance.sources(name)["experiment"]
+    assert header["units"] == provenance.digest(lab.units_of(experiment, smoke=False, seed=0))
+    assert len(units) == len(lab.units_of(experiment, smoke=False, seed=0))

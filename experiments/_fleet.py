@@ -116,20 +116,50 @@ def row(result: FleetResult, **columns: Any) -> TableRow:
     }
 
 
-def panels(axes: Any, titles: Sequence[str], columns: int) -> list[Any]:
-    """Small multiples within one figure: an inset for each title, in rows of `columns`."""
+def panels(axes: Any, titles: Sequence[str], columns: int, *, left: float = 0.16) -> list[Any]:
+    """Small multiples within one figure: an inset for each title, in rows of `columns`, `left` of a panel for names."""
     axes.set_axis_off()
     rows = -(-len(titles) // columns)
     wide, high = 1 / columns, 1 / rows
     made = []
     for i, title in enumerate(titles):
         x, y = (i % columns) * wide, 1 - (i // columns + 1) * high
-        inset = axes.inset_axes((x + 0.16 * wide, y + 0.2 * high, 0.8 * wide, 0.64 * high))
+        inset = axes.inset_axes((x + left * wide, y + 0.12 * high, (0.96 - left) * wide, 0.76 * high))
         inset.set_title(title, fontsize=7, pad=2)
-        inset.tick_params(labelsize=6)
+        inset.tick_params(which="both", labelsize=5)
         inset.spines[["top", "right"]].set_visible(False)
         made.append(inset)
     return made
+
+
+def dots(
+    axes: Any, names: Sequence[str], series: dict[str, list[float | None]], *, log: bool = False
+) -> None:
+    """A row for each name, a dot for each series; the series are named above their dots in the first row."""
+    for i, (label, values) in enumerate(series.items()):
+        there = [(value, y) for y, value in enumerate(values) if value is not None]
+        axes.plot([v for v, _ in there], [y for _, y in there], "o", markersize=2.5, color=f"C{i}")
+        if len(series) > 1 and there:
+            spot = (i + 0.5) / len(series)
+            axes.annotate(
+                label,
+                (spot, 1.0),
+                xycoords="axes fraction",
+                fontsize=4.5,
+                color=f"C{i}",
+                ha="center",
+                va="top",
+            )
+    axes.set_yticks(range(len(names)), names, fontsize=5)
+    axes.set_ylim(len(names) - 0.5, -1.6)
+    axes.grid(axis="y", linewidth=0.2)
+    if log:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str]], colours: Sequence[Any]) -> None:

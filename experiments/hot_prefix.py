@@ -20,7 +20,7 @@ from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.trace import Trace, TraceRequest
 
-from ._fleet import LLAMA, NAMES, instances, label_ends, panels, row
+from ._fleet import LLAMA, NAMES, dots, instances, panels, row
 
 PREFIXES, PREFIX, QUESTION, OUTPUT = 16, 6000, 200, 100
 SKEWS = (0.0, 1.0, 2.0)
@@ -67,21 +67,14 @@ def _plot(rows: list[TableRow], axes: Any) -> None:
         "imbalance": "busy time, largest over mean",
         "ttft_p99_s": "p99 TTFT, s",
     }
-    names = list(dict.fromkeys(r["router"] for r in rows))
-    for (column, _), inset in zip(columns.items(), panels(axes, list(columns.values()), 3)):
-        ends, colours = [], []
-        for i, name in enumerate(names):
-            own = [r for r in rows if r["router"] == name]
-            (line,) = inset.plot(
-                [r["skew"] for r in own], [r[column] for r in own], linewidth=0.8, color=f"C{i % 10}"
-            )
-            ends.append((own[-1]["skew"], own[-1][column], name))
-            colours.append(line.get_color())
-        if column == "ttft_p99_s":
-            inset.set_yscale("log")
-        label_ends(inset, ends, colours)
-        inset.set_xlim(None, 3.3 if len(rows) > len(names) else None)
-        inset.set_xlabel("skew", fontsize=6, labelpad=0)
+    worst = {r["router"]: r["ttft_p99_s"] for r in rows}  # the last skew of each
+    names = sorted(worst, key=lambda name: worst[name])
+    for (column, _), inset in zip(columns.items(), panels(axes, list(columns.values()), 3, left=0.3)):
+        found = {(r["router"], r["skew"]): r[column] for r in rows}
+        series = {
+            f"skew {s:g}": [found.get((n, s)) for n in names] for s in dict.fromkeys(r["skew"] for r in rows)
+        }
+        dots(inset, names, series, log=column == "ttft_p99_s")
 
 
 def _at(router: str) -> dict[str, Any]:

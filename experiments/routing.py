@@ -23,6 +23,7 @@ from ._fleet import (
     LLAMA,
     NAMES,
     agents,
+    dots,
     instances,
     mooncake,
     panels,
@@ -30,51 +31,42 @@ from ._fleet import (
     shared_prefixes,
 )
 
-# Of the conversation trace: times its rate for each instance; one instance computes about its whole prompts' rate.
-RATES = (0.4, 0.6)
-SEEDS = 5
+# Times the conversation trace's rate; eight instances compute about six times it.
+RATES = (3.0, 5.0)
+# What was all there was for KV when the gateway's figures were taken is not printed; a card of 24 GB has about so much.
+SMALL = 40_000
+SEEDS = 3
+SHARED = ("round-robin", "least-requests", "prefix-hash", "cache-aware-v1", "cache-aware")
+CLAIMED = ("round-robin", "cache-aware-v1")
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
     if smoke:
-        base = {"workload": "conversation", "rate": 2.0, "instances": 2, "requests": 12, "seed": seed}
+        base = {
+            "workload": "conversation",
+            "rate": 2.0,
+            "instances": 2,
+            "requests": 12,
+            "kv_tokens": 0,
+            "seed": seed,
+        }
         return [{**base, "router": router} for router in ("round-robin", "cache-aware")]
-    units: list[Unit] = []
-    for router in NAMES:
-        for count in (4, 8):
+    base = {"instances": 8, "kv_tokens": 0, "seed": seed}
+    units: list[Unit] = [
+        {**base, "workload": "conversation", "rate": rate, "requests": 400, "router": router}
+        for router in NAMES
+        for rate in RATES
+    ]
+    units += [
+        {**base, "workload": "agentic", "rate": 1.0, "requests": 96, "router": router} for router in NAMES
+    ]
+    shared = {**base, "workload": "shared-prefix", "rate": 1.0, "requests": 1024}
+    for tokens in (0, SMALL):
+        for router in SHARED:
+            count = SEEDS if router in CLAIMED else 1
             units += [
-                {
-                    "workload": "conversation",
-                    "rate": rate * count,
-                    "instances": count,
-                    "requests": 600,
-                    "seed": seed,
-                    "router": router,
-                }
-                for rate in RATES
+                {**shared, "kv_tokens": tokens, "router": router, "seed": seed + s} for s in range(count)
             ]
-        units.append(
-            {
-                "workload": "agentic",
-                "rate": 1.0,
-                "instances": 8,
-                "requests": 192,
-                "seed": seed,
-                "router": router,
-            }
-        )
-        runs = SEEDS if router in ("round-robin", "cache-aware-v1") else 1
-        units += [
-            {
-                "workload": "shared-prefix",
-                "rate": 1.0,
-                "instances": 8,
-                "requests": 1024,
-                "seed": seed + s,
-                "router": router,
-            }
-            for s in range(runs)
-        ]
     return units
 
 
@@ -87,72 +79,83 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     else:
         trace, block = shared_prefixes(count // 16, 16, 2048, 128, 256, seed), 16
     arrivals = Arrivals(scale=unit["rate"] if name == "conversation" else 1.0)
-    result = run_fleet(
-        trace, instances(unit["instances"], block), router=unit["router"], arrivals=arrivals, seed=seed
-    )
-    columns = ("workload", "rate", "instances", "router", "seed")
+    specs = instances(unit["instances"], block, blocks=unit["kv_tokens"] // block or None)
+    result = run_fleet(trace, specs, router=unit["router"], arrivals=arrivals, seed=seed)
+    columns = ("workload", "rate", "instances", "kv_tokens", "router", "seed")
     yield row(result, **{c: unit[c] for c in columns})
 
 
 def _plot(rows: list[TableRow], axes: Any) -> None:
-    """Hits against mean time to the first token, a panel for each load; each point is a router."""
-    cases = list(dict.fromkeys((r["workload"], r["instances"], r["rate"]) for r in rows))
-    titles = [
-        f"{w}, {n} instances" + (f", {rate:g} x rate" if w == "conversation" else "") for w, n, rate in cases
-    ]
-    for case, inset in zip(cases, panels(axes, titles, 3)):
-        own = [r for r in rows if (r["workload"], r["instances"], r["rate"]) == case]
-        seen = {r["router"]: r for r in own[::-1]}.values()
-        for r in seen:
-            inset.plot(r["hit_by_token"], r["ttft_mean_s"], ".", color="tab:blue", markersize=4)
-            inset.annotate(
-                r["router"],
-                (r["hit_by_token"], r["ttft_mean_s"]),
-                xytext=(2, 1),
-                textcoords="offset points",
-                fontsize=4,
+    """A column for each workload, hits above and waiting below; routers in the order of the conversation's waiting."""
+    found = {(r["workload"], r["kv_tokens"], r["rate"], r["router"]): r for r in rows[::-1]}
+    order = {
+        r["router"]: r["ttft_mean_s"] for r in rows if r["workload"] == "conversation"
+    }  # the higher rate
+    workloads = list(dict.fromkeys(r["workload"] for r in rows))
+    titles = [f"{w}: {what}" for what in ("hit rate", "mean TTFT, s") for w in workloads]
+    for i, inset in enumerate(panels(axes, titles, len(workloads), left=0.26)):
+        workload, column = workloads[i % len(workloads)], ("hit_by_token", "ttft_mean_s")[i // len(workloads)]
+        own = [r for r in rows if r["workload"] == workload]
+        names = sorted({r["router"] for r in own}, key=lambda name: order.get(name, 0.0))
+        series = {}
+        for tokens, rate in dict.fromkeys((r["kv_tokens"], r["rate"]) for r in own):
+            memory = f"{tokens:,} KV tokens" if tokens else "all KV"
+            label = f"{rate:g} x rate" if workload == "conversation" else memory
+            cells = [found.get((workload, tokens, rate, name)) for name in names]
+            series[label] = [None if cell is None else cell[column] for cell in cells]
+        dots(inset, names, series, log=column == "ttft_mean_s")
+
+
+def _at(router: str, workload: str = "shared-prefix", kv_tokens: int = 0) -> dict[str, Any]:
+    return {"router": router, "workload": workload, "kv_tokens": kv_tokens}
+
+
+_LOADED = {"workload": "conversation", "rate": RATES[1]}
+_GATEWAY = "SGLang pull request 2170"
+
+
+def _gateway(tokens: int) -> tuple[Claim, ...]:
+    """The gateway's printed figures, under one size of the KV pool."""
+    there = "all of the memory" if not tokens else f"{tokens:,} tokens"
+    hits = {"round-robin": 0.20, "cache-aware-v1": 0.75}
+    return (
+        *(
+            Claim(
+                f"hit rate, {name}, {there} for KV",
+                paper,
+                _GATEWAY,
+                cell("hit_by_token", **_at(name, kv_tokens=tokens)),
             )
-        inset.set_yscale("log")
-        inset.set_xlabel("hit rate", fontsize=6, labelpad=0)
-        inset.set_ylabel("mean TTFT, s", fontsize=6, labelpad=0)
+            for name, paper in hits.items()
+        ),
+        Claim(
+            f"prompt tokens/s, first form over round robin, {there} for KV",
+            158_596 / 82_665,
+            _GATEWAY,
+            ratio(
+                "input_tokens_per_s",
+                _at("cache-aware-v1", kv_tokens=tokens),
+                _at("round-robin", kv_tokens=tokens),
+            ),
+        ),
+    )
 
 
-def _at(router: str, workload: str = "shared-prefix") -> dict[str, Any]:
-    return {"router": router, "workload": workload}
-
-
-_LOADED = {"workload": "conversation", "instances": 8, "rate": RATES[1] * 8}
 EXPERIMENT = Experiment(
     name="routing",
     question="Which router keeps prefixes warm without hot spots?",
     kind="simulated",
     definition=(
-        f"{LLAMA}; conversation: the first 600 requests of Mooncake's trace at a multiple of its rate, "
-        "block size 512; agentic: 16 coding sessions of up to 12 requests that begin 20 s apart, block size "
-        "64; shared-prefix: 64 x 16 prompts of 2,048 + 128 tokens and 256 answered ones, all at once, block "
-        "size 16; routers with their defaults"
+        f"{LLAMA}; 8 instances; conversation: the first 400 requests of Mooncake's trace at a multiple of its "
+        "rate, block size 512; agentic: 8 coding sessions of up to 12 requests that begin 20 s apart, block "
+        "size 64; shared-prefix: 64 x 16 prompts of 2,048 + 128 tokens and 256 answered ones, all at once, "
+        "block size 16; routers with their defaults"
     ),
     claims=(
+        *_gateway(0),
+        *_gateway(SMALL),
         Claim(
-            "hit rate, round robin",
-            0.20,
-            "SGLang pull request 2170",
-            cell("hit_by_token", **_at("round-robin")),
-        ),
-        Claim(
-            "hit rate, gateway's first form",
-            0.75,
-            "SGLang pull request 2170",
-            cell("hit_by_token", **_at("cache-aware-v1")),
-        ),
-        Claim(
-            "prompt tokens/s, the gateway's first form over round robin",
-            158_596 / 82_665,
-            "SGLang pull request 2170",
-            ratio("input_tokens_per_s", _at("cache-aware-v1"), _at("round-robin")),
-        ),
-        Claim(
-            "mean TTFT, random over least predicted (conversation, 8 instances)",
+            "mean TTFT, random over least predicted (conversation)",
             None,
             "Mooncake §6.2 prints 92.07 / 6.26 = 14.7 on another trace, prefill and decode apart",
             ratio("ttft_mean_s", {**_LOADED, "router": "random"}, {**_LOADED, "router": "mooncake"}),
@@ -168,5 +171,11 @@ EXPERIMENT = Experiment(
     run=_run,
     plot=_plot,
     data=(CONVERSATION, AGENTIC),
-    note="",
+    note=(
+        "the gateway's figures come without the card's memory. With all of an 80 GB card's, two prompts of a "
+        "group that round robin sends to one replica nearly always find each other, and it hits half; where "
+        "the KV pool holds some 40,000 tokens, as beside an 8B model on 24 GB, the running requests push most "
+        "prefixes out before they come again, and both the hit rate of round robin and the gain in throughput "
+        "are near the printed ones"
+    ),
 )

@@ -389,11 +389,14 @@ def test_pictures_show_states_and_sharing():
 
 
 @pytest.mark.smollm
-def test_demo_answers_and_shares(run, smollm_cache):
+def test_demo_answers_and_shares(run, smollm_cache, tmp_path):
     """The acceptance of the demo: answers found, real hits, generated blocks reused, copies made."""
-    code, out, _ = run("demo", "--json", "--quiet", "--cache-dir", str(smollm_cache))
+    page = tmp_path / "seen" / "demo.html"
+    code, out, _ = run("demo", "--json", "--quiet", "--cache-dir", str(smollm_cache), "--report", str(page))
     assert code == 0
     shown = json.loads(out)
+    assert shown["report"] == str(page) and "Ada Hollis" in page.read_text()
+    assert shown["saved_blocks"] >= 48 and shown["saved_s"] > 0
     assert shown["capital"]["found"] and "Paris" in shown["capital"]["samples"][0]["text"]
     assert sum(answer["found"] for answer in shown["document"]) >= 3
     cached = [answer["num_cached_tokens"] for answer in shown["document"]]

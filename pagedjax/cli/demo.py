@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,11 +51,27 @@ CAPITAL = ("What is the capital of France?", "Paris")
 STORY = "Write a short story about a lighthouse keeper."
 FOLLOW_UP = "Now give the story a title."
 SAMPLED = "Give me one idea for a birthday present."
+# Words that say nothing of their own: an answer may use them whatever the document says.
+_FUNCTION_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """a about after all also an and are as at be because been but by called can did do does for from had has have
+        he her his i in into is it its me my name named no not of on one only or our s she so some than that the their
+        them then there these they this those to up was we were what when where which while who whose will with you""",
+    )
+)
 
 
 @click.command("demo")
 @click.option(
     "--explain", is_flag=True, help="Walk through one request's life in the block manager; no model."
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("results/demo.html"),
+    show_default=True,
+    help="Where the page that shows this run is written.",
 )
 @common_options(
     model__max_model_len=1024,
@@ -61,14 +80,14 @@ SAMPLED = "Give me one idea for a birthday present."
     scheduler__token_budget=256,
 )
 @click.pass_context
-def command(ctx: click.Context, common: Common, explain: bool) -> None:
+def command(ctx: click.Context, common: Common, explain: bool, report: Path) -> None:
     """Decode with shared, copied and reused KV blocks, and show them.
 
     Several questions over one document, cold and warm; a second chat turn that reuses the blocks the first
     one generated; four samples of one prompt that share its blocks and copy on write.
     """
     if explain:
-        idle = ("model", "config_file", "settings", "checked", "as_json", "quiet", "cache_dir")
+        idle = ("report", "model", "config_file", "settings", "checked", "as_json", "quiet", "cache_dir")
         refuse_with(ctx, "--explain", idle)
         from pagedjax.cli.explain import Story
 
@@ -79,10 +98,27 @@ def command(ctx: click.Context, common: Common, explain: bool) -> None:
     common.note("compiling the step programs: about a minute on two cores the first time, then kept on disk")
     llm.warm_up(mixed=False)
     common.note(f"{llm.runner.num_programs} step programs ready after {time.perf_counter() - started:.0f} s")
-    demo = Demo(llm, common.console().print if not common.as_json else lambda *_: None)
-    demo.run()
+    console = common.console()
+    demo = Demo(llm, console.print if not common.as_json else lambda *_: None, not console.soft_wrap)
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "demo.jsonl")
+        with llm.record(record, text=True):
+            demo.run()
+        _write_report(record, report)
     if common.as_json:
-        emit_json({"config": llm.config.to_dict(), **demo.results})
+        emit_json({"config": llm.config.to_dict(), **demo.results, "report": str(report)})
+    else:
+        demo.line(f"\nLook at what just happened, block by block, in a browser: {report}")
+
+
+def _write_report(record: Path, out: Path) -> None:
+    from pagedjax.report.facts import run_facts
+    from pagedjax.report.page import page
+
+    run = run_facts(record) | {"name": "pagedjax demo"}
+    run["about"]["command"] = "pagedjax demo"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page([run], [], title="What the demo did"), encoding="utf-8")
 
 
 @dataclass
@@ -91,12 +127,14 @@ class Demo:
 
     Attributes:
         llm: A warmed-up engine of at least 4 sequences.
-        say: Prints rich markup.
+        say: Prints a rich renderable.
+        wraps: It prints on a terminal, whose width lines keep to.
         results: What was shown, as plain data; filled by `run`.
     """
 
     llm: LLM
     say: Callable[..., Any]
+    wraps: bool = False
     results: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -116,17 +154,23 @@ class Demo:
         self._title(f"2. {len(QUESTIONS)} questions over one document, about {len(prompts[0])} tokens each")
         outputs = [self._answer(asked, ids) for asked, ids in zip(QUESTIONS, prompts, strict=True)]
         cold, warm = outputs[0].ttft_s or 0.0, [output.ttft_s or 0.0 for output in outputs[1:]]
-        self.say(
-            f"  first token: cold {cold * 1e3:.0f} ms, warm {min(warm) * 1e3:.0f} ms, "
-            f"{cold / min(warm):.1f} times sooner"
+        saved = sum(output.num_cached_tokens for output in outputs[1:])
+        blocks, pace = saved // self.llm.manager.block_size, cold / outputs[0].num_prompt_tokens
+        self.line(
+            f"first token: cold {cold * 1e3:.0f} ms, warm {min(warm) * 1e3:.0f} ms, {cold / min(warm):.1f} times "
+            f"sooner. Saved by the cache in the last three: {saved} tokens ({blocks} blocks) not computed again, about "
+            f"{saved * pace:.1f} s at the pace of the first.",
+            2,
         )
+        self.results |= {"saved_tokens": saved, "saved_blocks": blocks, "saved_s": saved * pace}
         self.results["document"] = [
             _checked(asked, output) for asked, output in zip(QUESTIONS, outputs, strict=True)
         ]
         self.results["ttft_cold_s"], self.results["ttft_warm_s"] = cold, min(warm)
 
-        self.say(
-            "\n  All four again, at once. The pool before, while they run (■ one owner, ▣ shared), and after:"
+        self.line(
+            "\nAll four again, at once. The pool before, while they run (■ one owner, ▣ shared), and after:",
+            2,
         )
         self.say(draw_pool(self._picture()))
         started = time.perf_counter()
@@ -134,11 +178,11 @@ class Demo:
         elapsed = time.perf_counter() - started
         self.say(draw_pool(self._picture()))
         tokens = sum(len(output.outputs[0].token_ids) for output in again)
-        self.say(f"  {tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.1f} tokens per second")
+        self.line(f"{tokens} tokens in {elapsed:.2f} s: {tokens / elapsed:.1f} tokens per second", 2)
         same = all(
             a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(again, outputs, strict=True)
         )
-        self.say(f"  the same answers as alone: {'yes' if same else 'NO'}")
+        self.line(f"the same answers as alone: {'yes' if same else 'NO'}", 2)
         self.results |= {"batch_tokens_per_s": tokens / elapsed, "batch_equals_alone": same}
 
     def _second_turn(self) -> None:
@@ -152,8 +196,8 @@ class Demo:
         ]
         second = self._show(FOLLOW_UP, self.llm.encode_chat(messages), SamplingParams(max_tokens=24))
         reused = max(0, second.num_cached_tokens - len(first_ids))
-        self.say(
-            f"  {reused} of the {second.num_cached_tokens} cached tokens were generated in the first turn"
+        self.line(
+            f"{reused} of the {second.num_cached_tokens} cached tokens were generated in the first turn", 2
         )
         self.results["second_turn"] = {**describe(second), "reused_generated_tokens": reused}
 
@@ -161,29 +205,41 @@ class Demo:
         self._title("4. Four samples of one prompt: one prefill, shared blocks, copies on write")
         params = SamplingParams(n=4, temperature=0.8, top_p=0.95, seed=7, max_tokens=20)
         output = self._together([self.llm.encode_chat(_chat(SAMPLED))], params)[0]
-        self.say(f"  [bold]{SAMPLED}[/]")
+        self.line(f"[bold]{SAMPLED}[/]", 2)
         for sample in output.outputs:
-            self.say(f"  {sample.index}: {_plain(sample.text)}")
-        self.say(f"  blocks copied on write: {output.num_copies}")
+            self.line(f"{sample.index}: {_plain(sample.text)}", 2)
+        self.line(f"blocks copied on write: {output.num_copies}", 2)
         self.results["samples"] = describe(output)
 
     def _statistics(self) -> None:
         stats = self.llm.manager.stats
         self._title("What the cache did")
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats.miss_reasons.items())
-        self.say(
-            f"  {stats.requests} requests, {stats.prompt_tokens:,} prompt tokens: {stats.hit_tokens:,} hits "
+        self.line(
+            f"{stats.requests} requests, {stats.prompt_tokens:,} prompt tokens: {stats.hit_tokens:,} hits "
             f"({stats.hit_rate:.0%})\n"
-            f"  blocks: {stats.blocks_taken} handed out, {stats.blocks_indexed} indexed, {stats.copies} copied on "
+            f"blocks: {stats.blocks_taken} handed out, {stats.blocks_indexed} indexed, {stats.copies} copied on "
             f"write, {stats.evictions} evicted\n"
-            f"  matches stopped for: {reasons}"
+            f"matches stopped for: {reasons} (docs/glossary.md says what each means)",
+            2,
         )
         self.results["stats"] = dataclasses.asdict(stats) | {"hit_rate": stats.hit_rate}
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
+    def line(self, markup: str, indent: int = 0) -> None:
+        """Print markup; on a terminal what does not fit the line goes on below with the same indent."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if self.wraps:
+            self.say(Padding(Text.from_markup(markup), (0, 0, 0, indent)))
+        else:  # a file or a pipe has no width
+            blank = " " * indent
+            self.say("\n".join(line and blank + line for line in markup.split("\n")))
+
     def _title(self, text: str) -> None:
-        self.say(f"\n[bold underline]{text}[/]")
+        self.line(f"\n[bold underline]{text}[/]")
 
     def _answer(self, asked: tuple[str, str], ids: Sequence[int]) -> RequestOutput:
         return self._show(asked[0], ids, SamplingParams(max_tokens=24), span=asked[1])
@@ -192,16 +248,18 @@ class Demo:
         self, question: str, ids: Sequence[int], params: SamplingParams, span: str = ""
     ) -> RequestOutput:
         output = self.llm.generate([list(ids)], params, progress=False)[0]
-        text = _plain(output.outputs[0].text)
-        mark = "" if not span else (" [green]✓[/]" if span in text else f" [red](expected: {span})[/]")
+        text = output.outputs[0].text
+        mark = f" {_mark(question, span, text)}" if span else ""
         rate = ""
         generated = len(output.outputs[0].token_ids)
         if output.ttft_s is not None and output.latency_s is not None and generated > 1:
             rate = f", {(generated - 1) / (output.latency_s - output.ttft_s):.0f} tokens/s"
-        self.say(f"  [bold]{question}[/]\n    {text}{mark}")
-        self.say(
-            f"    [dim]{output.num_prompt_tokens} prompt tokens, {output.num_cached_tokens} from the cache "
-            f"(match stopped: {output.miss_reason}), first token {(output.ttft_s or 0) * 1e3:.0f} ms{rate}[/]"
+        self.line(f"[bold]{question}[/]", 2)
+        self.line(_plain(text) + mark, 4)
+        self.line(
+            f"[dim]{output.num_prompt_tokens} prompt tokens, {output.num_cached_tokens} from the cache "
+            f"(match stopped: {output.miss_reason}), first token {(output.ttft_s or 0) * 1e3:.0f} ms{rate}[/]",
+            4,
         )
         return output
 
@@ -246,12 +304,30 @@ def _chat(question: str, document: str = "") -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": question}]
 
 
+def unsupported(question: str, answer: str) -> list[str]:
+    """Words of an answer that stand neither in the document nor in the question, and carry meaning."""
+    return sorted(_words(answer) - _words(DOCUMENT) - _words(question) - _FUNCTION_WORDS)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))
+
+
+def _mark(question: str, span: str, answer: str) -> str:
+    """A tick only where the answer is right and says no more than the document does."""
+    if span not in answer:
+        return f"[red]✗ expected: {span}[/]"
+    more = sorted(set(unsupported(question, answer)) - _words(span))
+    return f"[yellow]~ names {span}; not in the text: {', '.join(more)}[/]" if more else "[green]✓[/]"
+
+
 def _checked(asked: tuple[str, str], output: RequestOutput) -> dict[str, Any]:
     question, span = asked
     return {
         "question": question,
         "expected": span,
         "found": span in output.outputs[0].text,
+        "unsupported": unsupported(question, output.outputs[0].text),
         **describe(output),
     }
 

@@ -208,6 +208,11 @@ class Engine:
     # ------------------------------------------------------------------- work
 
     @property
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self._clock()
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._touched or self._ready or self.scheduler.ended)
 

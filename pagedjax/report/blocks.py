@@ -69,7 +69,7 @@ def draw_pool(picture: PoolPicture, *, blocks: int = 128, width: int = 64) -> st
     counts = [f"{_mark(state)} {state} {picture.count(state)}" for state in _MARK]
     more = len(picture.ref) - last
     tail = f"   ({more:,} more blocks not drawn)" if more > 0 else ""
-    return "\n".join([*lines, "         " + "   ".join(counts) + tail])
+    return "\n".join([*lines, "  " + "   ".join(counts) + tail])
 
 
 def draw_tables(picture: PoolPicture) -> str:

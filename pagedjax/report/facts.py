@@ -195,7 +195,7 @@ class _Reader:
             return
         ref, keys = self.replay.ref[0], self.replay.keys[0]
         tables = frame.get("tables", ())
-        takers = {b: self.owner[seq] for seq, group, _, blocks in tables for b in blocks if not group}
+        takers = {b: self.owner.get(seq, "") for seq, group, _, blocks in tables for b in blocks if not group}
         for group, block, owners, *content in frame.get("blocks", ()):
             short = [content[0][:8] if content[0] else None] if content else []
             self.blocks[-1].append([group, block, owners, *short])

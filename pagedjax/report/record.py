@@ -88,6 +88,7 @@ class Recorder:
         self._preemptions = 0
         self._fed: dict[int, int] = {}  # of each row of the step before, the position behind what it fed
         self._gone: dict[str, int] = {}  # request id → its preemptions that were told
+        self._zero = engine.now  # times are seconds since the record began
         self._file: IO[str] = _open(self.path, "w")
         first = {
             "frame": "run",
@@ -111,7 +112,7 @@ class Recorder:
         frame: Frame = {
             "frame": "add",
             "id": request.request_id,
-            "t": request.arrival,
+            "t": request.arrival - self._zero,
             "prompt": request.num_prompt_tokens,
             "max_new": request.sampling.max_tokens,
             "n": request.sampling.num_sequences,
@@ -122,7 +123,12 @@ class Recorder:
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
-        frame: Frame = {"frame": "step", "n": plan.step, "t": started_s, "s": ended_s - started_s}
+        frame: Frame = {
+            "frame": "step",
+            "n": plan.step,
+            "t": started_s - self._zero,
+            "s": ended_s - started_s,
+        }
         rows = []
         before, now = self._fed, dict[int, int]()
         admitted = self._admitted
@@ -179,7 +185,13 @@ class Recorder:
         """Steps in which every running sequence got its next token, and nothing else happened."""
         self._fed = {seq: end + count for seq, end in self._fed.items()}
         self._write(
-            {"frame": "quiet", "n": first_step, "count": count, "t": started_s, "s": ended_s - started_s}
+            {
+                "frame": "quiet",
+                "n": first_step,
+                "count": count,
+                "t": started_s - self._zero,
+                "s": ended_s - started_s,
+            }
         )
 
     def ended(self, request: Request, output: RequestOutput, now: float) -> None:
@@ -190,7 +202,7 @@ class Recorder:
         frame: Frame = {
             "frame": "end",
             "id": request.request_id,
-            "t": now,
+            "t": now - self._zero,
             "reason": str(output.outputs[0].finish_reason) if output.outputs else "abort",
             "tokens": [len(o.token_ids) for o in output.outputs],
             "ttft_s": output.ttft_s,

@@ -17,5 +17,7 @@ def test_a_real_run_is_recorded(tmp_path, monkeypatch):
     assert replay(frames).snapshot() == state
     assert frames[0]["kind"] == "measured" and frames[0]["settings"]["cache"]["block_size"] == 16
     assert not any("text" in frame for frame in frames[1:])
+    times = [frame["t"] for frame in frames if "t" in frame]
+    assert 0 <= times[0] < 60 and times == sorted(times), "seconds since the record began"
     admitted = [hit for frame in frames for _, hit, *_ in frame.get("admitted", ())]
     assert admitted == [0, 0, 32]

@@ -379,6 +379,9 @@ def _gemma(r: Reader, family: str) -> dict[str, Any]:
     if r.get("hidden_act") is not None and r.activation("hidden_act", "") != common["activation"]:
         r.fail("hidden_act", f"differs from hidden_activation, which decides ({common['activation']})")
     cap, last = (50.0, 30.0) if family == "gemma2" else (None, None)
+    if family == "gemma3" and r.get("attn_logit_softcapping") is not None:
+        # Its files leave it null; transformers passes over it, and a cap would be another model.
+        r.fail("attn_logit_softcapping", "must be null: scores of this family are not capped")
     return common | dict(
         query_scale=r.positive("query_pre_attn_scalar", 256) ** -0.5,
         embed_scale=math.sqrt(common["d_model"]),

@@ -18,7 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -279,6 +279,10 @@ def describe_checkpoint(folder: Path) -> tuple[ModelConfig, HFTokenizer, Underst
     inside(folder, "tokenizer.json")
     tokenizer = load_tokenizer(folder)
     ends = dict.fromkeys(config.eos_token_ids, f"{_CHECKPOINT} eos_token_ids")
+    for token, place in tokenizer.eos_sources.items():
+        if token < config.vocab_size:
+            ends.setdefault(token, place)
+    config = replace(config, eos_token_ids=tuple(ends))
     source = f"{_CHECKPOINT} generation" if sampling else ""
     return config, tokenizer, Understood("orbax folder", ends, sampling, source, tokenizer.notes)
 

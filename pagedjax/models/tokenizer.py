@@ -399,6 +399,7 @@ def _parse_tokenizer(path: Path) -> Any:
         if key not in _TOP and value is not None:
             refuse_key(path.name, key, value, _TOP)
     _check_templates(path.name, facts.get("post_processor"))
+    _check_vocab(path.name, facts.get("model"))
     try:
         tokenizer = RustTokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself, and nothing narrower
@@ -418,6 +419,18 @@ def _parse_tokenizer(path: Path) -> Any:
             f"{path.name}: added_tokens: {odd[:80]}: the tokenizers library reads it otherwise; save the file again"
         )
     return tokenizer
+
+
+def _check_vocab(name: str, model: Any) -> None:
+    """Refuse two tokens of one id: the library takes them, and decodes one of them."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        tokens: dict[Any, str] = {}
+        for token, i in vocab.items():
+            if isinstance(i, int) and tokens.setdefault(i, token) != token:
+                raise ModelError(
+                    f"{name}: model.vocab: {tokens[i]!r} and {token!r} have id {i}; save the file again"
+                )
 
 
 def _check_templates(name: str, part: Any) -> None:

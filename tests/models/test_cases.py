@@ -301,6 +301,13 @@ def test_facts_in_two_places_follow_transformers_and_say_so():
         config_from_hf(_family("gpt2", n_embd=32, hidden_size=64))
 
 
+def test_F044_gemma3_has_no_cap_on_scores():
+    assert config_from_hf(_family("gemma3_text", attn_logit_softcapping=None)).attn_soft_cap == 0.0
+    with pytest.raises(ModelError, match=r"attn_logit_softcapping=4\.0: must be null"):
+        config_from_hf(_family("gemma3_text", attn_logit_softcapping=4.0))
+    assert config_from_hf(_family("gemma2", attn_logit_softcapping=4.0)).attn_soft_cap == 4.0
+
+
 def test_F044_gpt2_scores_without_a_scale():
     assert config_from_hf(_family("gpt2")).attention_scale == 16**-0.5
     assert config_from_hf(_family("gpt2", scale_attn_weights=False)).attention_scale == 1.0

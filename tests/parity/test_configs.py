@@ -140,7 +140,7 @@ def _gated(d, family, layers):
         d.config["sliding_window"] = 6
     if gemma:
         d.set("query_pre_attn_scalar", 24, 8, often=0.7)
-        d.set("attn_logit_softcapping", 4.0, None, often=0.6)
+        d.set("attn_logit_softcapping", 4.0, None, often=0.6 if family == "gemma2" else 0.15)
         d.set("final_logit_softcapping", 8.0, None, often=0.6)
     if family == "gemma3_text":
         d.set("sliding_window_pattern", 2, 3, often=0.5)

@@ -31,6 +31,7 @@ COMMANDS = {
     "curve": "pagedjax.cli.curve",
     "advise": "pagedjax.cli.advise",
     "simulate": "pagedjax.cli.simulate",
+    "sweep": "pagedjax.cli.sweep",
     "fleet": "pagedjax.cli.fleet",
     "report": "pagedjax.cli.report",
     "experiment": "pagedjax.cli.experiment",

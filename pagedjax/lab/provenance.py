@@ -69,6 +69,11 @@ def provenance(
 
 def sources(name: str) -> TableRow:
     """Digests of what an experiment's rows depend on: its own files, the package, and `configs/`."""
+    return {"experiment": digest([work_of(path) for path in own_files(name)]), **package_sources()}
+
+
+def package_sources() -> TableRow:
+    """Digests of the package's files on which rows can depend, and of `configs/`."""
     package = sorted(
         path
         for pattern in ("*.py", "*.cc")
@@ -77,7 +82,6 @@ def sources(name: str) -> TableRow:
     )
     configs = sorted(path for path in shipped("configs").rglob("*") if path.suffix in (".toml", ".json"))
     return {
-        "experiment": digest([work_of(path) for path in own_files(name)]),
         "package": digest([[path.relative_to(_ROOT).as_posix(), fingerprint(path)] for path in package]),
         "configs": digest([[path.name, fingerprint(path)] for path in configs]),
     }

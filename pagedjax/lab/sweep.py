@@ -1,0 +1,227 @@
+"""Sweeps: the product of settings × inputs × seeds over workers, one tidy table, means over seeds, small multiples.
+
+What one point of the product is worth is somebody else's importable function; here it is counted, resumed, laid out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pagedjax.lab.claims import Estimate, TableRow
+from pagedjax.lab.experiment import Unit
+from pagedjax.lab.provenance import digest, package_sources
+from pagedjax.lab.results import ResultFile
+from pagedjax.lab.tables import comma_separated
+from pagedjax.lab.workers import finished, local
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A product of settings, and what works one point of it out.
+
+    Attributes:
+        name: Of its files.
+        axes: Name → values, in the order of the table; the last moves fastest.
+        work: (point, *more) → the columns it yields; importable, and pure: same point, same columns.
+        more: Further plain arguments of `work`, the same for all points.
+        data: Name → sha256 of what it reads.
+    """
+
+    name: str
+    axes: Mapping[str, Sequence[Any]]
+    work: Callable[..., TableRow]
+    more: tuple[Any, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def points(self) -> list[Unit]:
+        """All combinations, each once."""
+        return [dict(zip(self.axes, values)) for values in product(*self.axes.values())]
+
+
+def run_sweep(
+    sweep: Sweep,
+    out: Path,
+    *,
+    resume: bool = False,
+    jobs: int = 1,
+    executor: Executor | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    advance: Callable[[float], None] = lambda amount: None,
+) -> list[TableRow]:
+    """Work every point out; rows in the order of the points, whoever finished first.
+
+    Args:
+        sweep: What is asked.
+        out: Folder of `NAME.jsonl`, which a killed run is resumed from.
+        resume: Keep what an earlier run with the same points, data and sources finished.
+        jobs: Processes; 1 works in this one.
+        executor: Who does the points, in place of `jobs`: anything with the interface of `concurrent.futures`.
+        note / advance: Told why an earlier run is not resumed; called with 1 for each finished point.
+
+    Returns:
+        One row a point: its settings, then its columns.
+
+    Raises:
+        ValueError: An axis without values.
+    """
+    for name, values in sweep.axes.items():
+        if not values:
+            raise ValueError(f"{name}: has no value to sweep; give at least one")
+    points = sweep.points
+    header: TableRow = {
+        "experiment": sweep.name,
+        "kind": "sweep",
+        "units": digest([points, list(sweep.more)]),
+        "data": dict(sweep.data),
+        "sources": package_sources(),
+    }
+    file = ResultFile(out / f"{sweep.name}.jsonl")
+    old, done = file.read()
+    if not resume or old != header:
+        if resume and old is not None:
+            changed = ", ".join(key for key in header if old.get(key) != header[key])
+            note(f"{sweep.name}: an earlier run had other {changed}; started anew")
+        done = {}
+    file.start(header, done)
+    for _ in done:
+        advance(1)
+    todo = [(i, sweep.work, (point, *sweep.more)) for i, point in enumerate(points) if i not in done]
+    with local(jobs if len(todo) > 1 else 1) if executor is None else nullcontext(executor) as workers:
+        for number, columns in finished(workers, todo):
+            done[number] = [{**points[number], **columns}]
+            file.append(number, done[number])
+            advance(1)
+    file.start(header, done)
+    return [row for number in sorted(done) for row in done[number]]
+
+
+def over_seeds(rows: Sequence[TableRow], keys: Sequence[str]) -> list[TableRow]:
+    """Rows that differ in their seed alone as one: of each number its mean and, of several, its 95 % interval.
+
+    Args:
+        rows: With a column `seed`.
+        keys: Columns that tell points apart, without the seed.
+
+    Returns:
+        For each column c of numbers: c, c_low, c_high; what is unknown in any row stays unknown.
+    """
+    groups: dict[str, list[TableRow]] = {}
+    for row in rows:
+        groups.setdefault(repr([row.get(key) for key in keys]), []).append(row)
+    table = []
+    for group in groups.values():
+        out: TableRow = {key: group[0].get(key) for key in keys}
+        out["seeds"] = len(group)
+        for name in group[0]:
+            values: list[Any] = [row.get(name) for row in group]
+            if name in keys or name == "seed" or not all(_is_number(v) for v in values):
+                continue
+            estimate = Estimate.of([float(v) for v in values])
+            if estimate is not None:
+                out[name] = estimate.mean
+                if len(group) > 1:
+                    out[f"{name}_low"] = estimate.mean - estimate.half
+                    out[f"{name}_high"] = estimate.mean + estimate.half
+        table.append(out)
+    return table
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: Path) -> list[Path]:
+    """The tidy table and that of means as CSV; as parquet, too, where pyarrow is there."""
+    paths = []
+    for stem, table in ((name, list(rows)), (f"{name}-means", over_seeds(rows, keys))):
+        paths.append(out / f"{stem}.csv")
+        paths[-1].write_text(comma_separated(table), encoding="utf-8")
+        try:
+            import pyarrow as pa
+            from pyarrow import parquet
+        except ModuleNotFoundError:
+            continue
+        paths.append(out / f"{stem}.parquet")
+        columns = list(dict.fromkeys(column for row in table for column in row))
+        parquet.write_table(pa.table({c: _column([row.get(c) for row in table]) for c in columns}), paths[-1])
+    return paths
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """One type a column, as parquet wants it: settings of several kinds become text."""
+    kinds = {type(v) for v in values if v is not None}
+    return (
+        values
+        if len(kinds) <= 1 or kinds <= {int, float}
+        else [None if v is None else str(v) for v in values]
+    )
+
+
+def plot_sweep(
+    table: Sequence[TableRow], path: Path, *, x: str, y: str, panel: str = "", hue: str = ""
+) -> Path:
+    """Small multiples of a table of means: a panel for each value of `panel`, a line for each of `hue`.
+
+    Raises:
+        ValueError: A column that is not there.
+        ModuleNotFoundError: matplotlib is missing; the message names the extra that brings it.
+    """
+    columns = list(dict.fromkeys(c for row in table for c in row))
+    for option, name in (("x", x), ("y", y), ("panel", panel), ("hue", hue)):
+        if name and name not in columns:
+            raise ValueError(f"{option}={name}: must be one of {', '.join(columns)}")
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("plots need matplotlib; pip install 'pagedjax[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys(row.get(panel) for row in table)) if panel else [None]
+    hues = list(dict.fromkeys(row.get(hue) for row in table)) if hue else [None]
+    wide = min(len(panels), 3)
+    high = -(-len(panels) // wide)
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure, grid = plt.subplots(
+            high,
+            wide,
+            figsize=(3.6 * wide, 3 * high),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for number, value in enumerate(panels):
+            axes = grid[number // wide][number % wide]
+            for line in hues:
+                own = [
+                    r
+                    for r in table
+                    if (not panel or r.get(panel) == value) and (not hue or r.get(hue) == line)
+                ]
+                own = [r for r in own if r.get(y) is not None]
+                at = [r[x] for r in own] if all(_is_number(r[x]) for r in own) else [str(r[x]) for r in own]
+                (drawn,) = axes.plot(at, [r[y] for r in own], marker="o", markersize=3, label=str(line))
+                if own and f"{y}_low" in own[0]:
+                    low, high_ = [r[f"{y}_low"] for r in own], [r[f"{y}_high"] for r in own]
+                    axes.fill_between(at, low, high_, color=drawn.get_color(), alpha=0.2)
+                if hue and own:
+                    axes.annotate(str(line), (at[-1], own[-1][y]), fontsize=7, color=drawn.get_color())
+            axes.set_title(f"{panel} = {value}" if panel else "", fontsize=9)
+            axes.set_xlabel(x, fontsize=8)
+            axes.set_ylabel(y, fontsize=8)
+        for empty in range(len(panels), wide * high):
+            grid[empty // wide][empty % wide].axis("off")
+        figure.savefig(
+            path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else {"Date": None}
+        )
+        plt.close(figure)
+    return path

@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 from pagedjax.cache.rules import check_block_size, require
 
 DTYPES = ("float32", "bfloat16", "float16")
+PREFIX_GROUPS = ("auto", "on", "off")
 ADMISSIONS = ("chunk", "whole")
 PREEMPTIONS = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "b": 1}
@@ -218,14 +219,22 @@ class RuntimeConfig:
         seed: Root of the per-request seeds where a request gives none.
         checked: Assert on the device, before each step, that it writes only blocks held by one sequence and
             not indexed, and reads only within its tables. Costs a small program a step; for hunting faults.
+        prefix_groups: Work the shared prefix of decoding sequences once for all of them: "auto" where the rule says
+            that it pays (docs/kernels.md, "Break-even"), "on" wherever two share a chunk, "off" never. A program of
+            its own for each bucket, compiled when first needed; the tokens are the same.
     """
 
     implementation: str = ""
     compilation_cache_dir: str = ""
     seed: int = 0
     checked: bool = False
+    prefix_groups: str = "auto"
 
     def __post_init__(self) -> None:
+        require(
+            self.prefix_groups in PREFIX_GROUPS,
+            f"runtime.prefix_groups={self.prefix_groups}: must be one of {', '.join(PREFIX_GROUPS)}; try auto",
+        )
         require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
 
 

@@ -129,6 +129,7 @@ class LLM:
             implementation=config.runtime.implementation or None,
             on_compile=on_compile,
             writable=self.manager.writable if config.runtime.checked else None,
+            prefix_groups=config.runtime.prefix_groups,
         )
         self.engine = Engine(
             self.manager,

@@ -67,6 +67,20 @@ class StepPlan(Generic[S]):
         return sum(len(np.unique(table[table > 0])) for table in self.tables)
 
 
+class SharedPrefix(NamedTuple):
+    """A prefix that a step's attention read once for several rows.
+
+    Attributes:
+        rows: Numbers of the rows in the plan.
+        num_tokens: Tokens read once.
+        group: KV group.
+    """
+
+    rows: tuple[int, ...]
+    num_tokens: int
+    group: int
+
+
 class TokenScores(NamedTuple):
     """What the model gave to n given tokens, and the likeliest tokens in their places.
 
@@ -96,6 +110,7 @@ class StepResult:
         top_logprobs: f32[Q, K], natural log, of these.
         prompt: Number of a row whose request asked for `prompt_logprobs` → scores of the prompt tokens at
             positions [row.start + 1, row.start + num_tokens], as far as they are prompt.
+        shared: Prefixes that the step's attention worked once for all rows that share them.
         elapsed_s: Seconds the step took, on the runner's clock (virtual in a simulation).
         pack_s: Of these, seconds spent building arrays on the host.
         dispatch_s: Of these, seconds until the device call returned to the host.
@@ -114,6 +129,7 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     prompt: Mapping[int, TokenScores] = field(default_factory=dict)
+    shared: tuple[SharedPrefix, ...] = ()
 
 
 class Runner(Protocol):

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedjax.cache.rules import check_block_size
-from pagedjax.kernels.cascade import PrefixGroup, find_groups
+from pagedjax.kernels.cascade import MIN_GROUP_ROWS, PrefixGroup, find_groups
 from pagedjax.kernels.layout import DecodeList, RaggedBatch
 
 CHUNK_TOKENS = 256
 TILE_QUERIES = 128
-# Rows from which a shared prefix is worked once (docs/kernels.md, "Break-even").
-MIN_GROUP_ROWS = 4
 _INT32 = 2**31
 
 
@@ -35,6 +33,7 @@ def plan_ragged(
     tile_queries: int = TILE_QUERIES,
     max_groups: int = 0,
     min_group_rows: int = MIN_GROUP_ROWS,
+    groups: Sequence[PrefixGroup] | None = None,
 ) -> RaggedBatch:
     """Plans one step.
 
@@ -53,6 +52,7 @@ def plan_ragged(
         max_groups: Wg, most shared-prefix groups of decode rows that are worked at once; 0 compiles no
             such part. Layers with a window never use it.
         min_group_rows: Rows from which a group pays.
+        groups: Groups of the decode rows that were found already, at most `max_groups`; None: found here.
 
     Returns:
         Fresh arrays that hold no reference to the arguments.
@@ -97,16 +97,13 @@ def plan_ragged(
         )
     slots[:num_tokens] = np.where(written, block * block_size + pos % block_size, -1)
 
-    groups: list[PrefixGroup] = []
-    if max_groups and num_decodes >= min_group_rows:
-        groups = find_groups(
-            full_tables[:num_decodes],
-            lens[:num_decodes],
-            block_size,
-            chunk_tokens,
-            max_groups,
-            min_group_rows,
+    if groups is None:
+        decodes = full_tables[:num_decodes], lens[:num_decodes]
+        groups = (
+            find_groups(*decodes, block_size, chunk_tokens, max_groups, min_group_rows) if max_groups else []
         )
+    if len(groups) > max_groups:
+        raise ValueError(f"groups: {len(groups)} given, must be at most max_groups={max_groups}")
     chunks_per_row = -(-M * block_size // chunk_tokens)
     lists = tuple(
         _decode_list(
@@ -147,7 +144,7 @@ def _decode_list(
     Sd: int,
     size: int,
     max_groups: int,
-    groups: list[PrefixGroup],
+    groups: Sequence[PrefixGroup],
 ) -> DecodeList:
     """Chunks of every row, row by row, less those behind the window and those that a group works."""
     n = len(lens)

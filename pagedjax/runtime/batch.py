@@ -11,12 +11,14 @@ import numpy as np
 
 from pagedjax.cache.rules import next_power_of_two
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import Sequence, StepPlan
+from pagedjax.engine import Sequence, SharedPrefix, StepPlan
 from pagedjax.kernels import RaggedBatch, plan_ragged
+from pagedjax.kernels.cascade import PrefixGroup, find_groups, group_that_pays
 from pagedjax.kernels.plan import CHUNK_TOKENS
 from pagedjax.runtime.sampling import SamplingBatch
 
 Array = Any
+MAX_GROUPS = 4  # prefixes that a grouped program works once
 
 
 @dataclass(frozen=True, order=True)
@@ -115,6 +117,43 @@ class StepBatch:
     sampling: SamplingBatch
 
 
+def shared_prefixes(
+    plan: StepPlan,
+    bucket: Bucket,
+    mode: str,
+    *,
+    block_size: int,
+    windows: Seq[Seq[int | None]],
+    chunk_tokens: int,
+) -> tuple[SharedPrefix, ...]:
+    """The prefixes that a step's decode rows should work once, by the `runtime.prefix_groups` setting.
+
+    Layers with a window read too little of a long prefix to share it.
+
+    Args:
+        plan: Rows with one token first.
+        bucket: Its shapes.
+        mode: "auto", "on" or "off".
+        block_size, windows, chunk_tokens: As for `pack`.
+    """
+    num_decodes = 0 if mode == "off" else sum(row.num_tokens == 1 for row in plan.rows)
+    if num_decodes < 2:
+        return ()
+    lens = np.array([row.start + 1 for row in plan.rows[:num_decodes]], np.int32)
+    found = []
+    for number, (table, group) in enumerate(zip(plan.tables, windows, strict=True)):
+        if None not in group:
+            continue
+        args = (table[:num_decodes], lens, block_size, chunk_tokens)
+        if mode == "auto":
+            best = group_that_pays(*args, bucket.num_decodes)
+            groups = [] if best is None else [best]
+        else:
+            groups = find_groups(*args, MAX_GROUPS, 2)
+        found += [SharedPrefix(tuple(g.rows.tolist()), g.num_chunks * chunk_tokens, number) for g in groups]
+    return tuple(found)
+
+
 def pack(
     plan: StepPlan,
     bucket: Bucket,
@@ -123,6 +162,7 @@ def pack(
     table_width: int,
     windows: Seq[Seq[int | None]] = ((None,),),
     chunk_tokens: int = CHUNK_TOKENS,
+    shared: Seq[SharedPrefix] = (),
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
@@ -133,6 +173,7 @@ def pack(
         table_width: M, the width of an empty plan's table.
         windows: Per KV group the attention windows of its layers.
         chunk_tokens: Keys per decode item.
+        shared: Prefixes to be worked once for their rows; where there are any, a program of its own.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -163,8 +204,14 @@ def pack(
             num_seqs_bucket=bucket.num_seqs,
             decode_bucket=bucket.num_decodes,
             windows=group,
+            max_groups=MAX_GROUPS if shared and None in group else 0,
+            groups=[
+                PrefixGroup(np.array(s.rows, np.int32), s.num_tokens // chunk_tokens)
+                for s in shared
+                if s.group == number
+            ],
         )
-        for table, group in zip(tables, windows, strict=True)
+        for number, (table, group) in enumerate(zip(tables, windows, strict=True))
     )
     sampling = SamplingBatch.pack(sequences, bucket.num_samples)
     return StepBatch(tokens, positions, ragged, sample_index, sampling)

@@ -13,13 +13,13 @@ from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import StepResult
+from pagedjax.engine import SharedPrefix, StepResult
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.asked import answer_asked
-from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack
+from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
@@ -61,6 +61,7 @@ class JaxRunner:
         on_compile: Called with a bucket before its program is compiled.
         writable: Checked mode: bool[P] per group, blocks that may be written now (the manager's `writable`);
             every step is asserted on the device before it runs. None: nothing is asserted, at no cost.
+        prefix_groups: Whether prefixes that decode rows share are worked once: the setting of this name.
 
     Attributes:
         pools: The KV pool of each group, donated to each step and replaced by what it returns.
@@ -84,6 +85,7 @@ class JaxRunner:
         implementation: str | None = None,
         on_compile: Callable[[Bucket], None] | None = None,
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
+        prefix_groups: str = "auto",
     ) -> None:
         native.prepare(implementation)
         self.model = model
@@ -102,14 +104,18 @@ class JaxRunner:
         self.writable = writable
         self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
         self._table_width = -(-max_model_len // self.block_size)
-        self._compiled: set[Bucket] = set()
+        self._compiled: set[tuple[Bucket, bool]] = set()
         graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
-        self._pack = functools.partial(
-            pack,
-            block_size=self.block_size,
-            table_width=self._table_width,
-            windows=windows,
-            chunk_tokens=decode_chunk_tokens(),
+        shapes: dict[str, Any] = {
+            "block_size": self.block_size,
+            "windows": windows,
+            "chunk_tokens": decode_chunk_tokens(),
+        }
+        self._pack: Callable[..., StepBatch] = functools.partial(
+            pack, table_width=self._table_width, **shapes
+        )
+        self._shared: Callable[..., tuple[SharedPrefix, ...]] = functools.partial(
+            shared_prefixes, mode=prefix_groups, **shapes
         )
 
         def run_decoder(
@@ -188,12 +194,13 @@ class JaxRunner:
         if not plan.rows:
             return StepResult([], [], copied - started, copy_s=copy_s, compile_s=compiling.seconds)
         bucket = self.buckets.smallest(plan)
-        batch = self._pack(plan, bucket)
+        shared = self._shared(plan, bucket)
+        batch = self._pack(plan, bucket, shared=shared)
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())
         packed = time.perf_counter()
         before = compiling.seconds
-        out = self._dispatch(bucket, batch)
+        out = self._dispatch(bucket, batch, bool(shared))
         dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
         asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling)
@@ -210,6 +217,7 @@ class JaxRunner:
             top_ids=asked.top_ids,
             top_logprobs=asked.top_logprobs,
             prompt=prompt,
+            shared=shared,
         )
 
     @own_settings()
@@ -273,11 +281,11 @@ class JaxRunner:
         """Step programs compiled so far."""
         return self.step_fn._cache_size()  # type: ignore[attr-defined]
 
-    def _dispatch(self, bucket: Bucket, batch: StepBatch) -> StepOutput:
-        if bucket not in self._compiled:
+    def _dispatch(self, bucket: Bucket, batch: StepBatch, grouped: bool = False) -> StepOutput:
+        if (bucket, grouped) not in self._compiled:
             if self.on_compile is not None:
                 self.on_compile(bucket)
-            self._compiled.add(bucket)
+            self._compiled.add((bucket, grouped))
         out, self.pools = self._compiling.call(self.step_fn, self._params, self.pools, batch)
         return out
 

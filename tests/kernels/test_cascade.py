@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedjax.kernels import merge_states, paged_attention, plan_ragged
-from pagedjax.kernels.cascade import find_groups
+from pagedjax.kernels.cascade import find_groups, group_that_pays
 
 
 def groups(tables, lens, **change):
@@ -31,6 +31,52 @@ def test_the_most_saving_groups_win():
     tables = [[1, 2, 3, 4, 9], [1, 2, 3, 4, 8], [5, 6, 11, 12, 13], [5, 6, 14, 15, 16], [5, 6, 17, 18, 19]]
     assert groups(tables, [20] * 5) == [([0, 1], 2), ([2, 3, 4], 1)]
     assert groups(tables, [20] * 5, max_groups=1) == [([0, 1], 2)]
+
+
+def test_F028_eight_rows_of_a_long_prefix_stay_without_a_ninth_of_a_short_one():
+    """Blocks of 16, chunks of 256: eight share 4,096 tokens, the ninth 256 of them."""
+    long = np.arange(1, 257)
+    tables = np.array([[*long, 1000 + i] for i in range(8)] + [[*long[:16], *range(2000, 2241)]])
+    lens = np.array([4100] * 9)
+    args = dict(block_size=16, chunk_tokens=256)
+    assert groups(tables, lens, **args) == [(list(range(8)), 16)]
+    assert groups(tables[[8, *range(8)]], lens, **args) == [(list(range(1, 9)), 16)]
+    assert groups(tables[[0, 8]], lens[:2], **args) == [([0, 1], 1)]
+    best = group_that_pays(tables, lens, 16, 256, 16)
+    assert (best.rows.tolist(), best.num_chunks) == (list(range(8)), 16)
+    assert group_that_pays(tables, lens, 16, 256, 32) is None  # mostly room for others
+    assert group_that_pays(tables[:8, :33], lens[:8] * 0 + 514, 16, 256, 8).num_chunks == 2
+    assert group_that_pays(tables[:8, :33], lens[:8] * 0 + 512, 16, 256, 8) is None  # 256 tokens
+    assert group_that_pays(tables[:3], lens[:3], 16, 256, 3) is None
+
+
+def test_F028_the_groups_found_are_disjoint_and_shared():
+    """Random trees of prefixes: rows of a group agree in its chunks, no row is in two, none could save more alone."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tables = np.zeros((12, 12), np.int64)
+        for row in range(12):  # a copy of an earlier row up to somewhere, then blocks of its own
+            at = int(rng.integers(0, 13))
+            tables[row] = [*tables[int(rng.integers(0, row + 1)), :at], *(100 * row + np.arange(at, 12) + 1)]
+        lens = rng.integers(1, 49, 12)
+        found = groups(tables, lens, max_groups=12)
+        rows = [row for some, _ in found for row in some]
+        assert len(rows) == len(set(rows))
+        best = 0
+        for first in range(12):  # the judge: every row's own prefix of every length
+            for chunks in range(1, 7):
+                same = [
+                    row
+                    for row in range(12)
+                    if (lens[row] - 1) // 8 >= chunks
+                    and (tables[row, : 2 * chunks] == tables[first, : 2 * chunks]).all()
+                ]
+                best = max(best, (len(same) - 1) * chunks if len(same) > 1 else 0)
+        saved = [(len(some) - 1) * chunks for some, chunks in found]
+        assert saved == sorted(saved, reverse=True) and (saved[0] if saved else 0) == best
+        for some, chunks in found:
+            assert (tables[some, : 2 * chunks] == tables[some[0], : 2 * chunks]).all()
+            assert (lens[some] > 8 * chunks).all()
 
 
 def regroup(step, **change):

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import PagedManager, TokenChain
-from pagedjax.config import SchedulerConfig
+from pagedjax.config import RuntimeConfig, SchedulerConfig
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, KVPool
 from pagedjax.runtime import Buckets, JaxRunner
@@ -395,3 +395,35 @@ def test_a_failed_step_that_left_the_pool_keeps_what_is_cached(tiny, make_engine
             engine.step()
     assert engine.manager.snapshot()["groups"][0]["keys"] == before != {}
     run_all(engine)
+
+
+def test_F028_a_step_whose_rows_share_a_long_prefix_reads_it_once(tiny, make_engine, run_all, monkeypatch):
+    """By itself where the rule says that it pays; the record says so; the tokens are those without."""
+    engine = make_engine(tiny, num_blocks=130, block_size=16, max_model_len=704)
+    runner, rng = engine.runner, np.random.default_rng(4)
+    stem = rng.integers(0, 256, 640).tolist()
+    prompts = [[*stem, *rng.integers(0, 256, 3 + i).tolist()] for i in range(8)]
+
+    def tokens():
+        engine = make_engine(tiny, num_blocks=130, block_size=16, max_model_len=704)
+        seen = []
+        engine.on_step = lambda record: seen.append((record.result.shared, record.plan))
+        engine.add(stem, greedy(1))
+        run_all(engine)
+        ids = [engine.add(prompt, greedy(6)) for prompt in prompts]
+        outputs = run_all(engine)
+        return [outputs[i].outputs[0].token_ids for i in ids], seen
+
+    grouped, seen = tokens()
+    decodes = [(shared, plan) for shared, plan in seen if all(row.num_tokens == 1 for row in plan.rows)]
+    used = [(shared, plan) for shared, plan in decodes if len(plan.rows) == 8]
+    assert len(used) >= 4
+    for shared, plan in used:
+        assert shared == ((tuple(range(8)), 640, 0),)
+        assert (plan.tables[0][:, :40] == plan.tables[0][0, :40]).all()
+    assert all(not shared for shared, plan in seen if len(plan.rows) < 4)
+    monkeypatch.setattr(runner, "_shared", lambda plan, bucket: ())
+    plain, seen = tokens()
+    assert grouped == plain and not any(shared for shared, _ in seen)
+    with pytest.raises(ValueError, match="prefix_groups=maybe: must be one of auto, on, off"):
+        RuntimeConfig(prefix_groups="maybe")

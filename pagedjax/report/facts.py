@@ -31,6 +31,7 @@ class RequestLine:
         chunks: [step, start, tokens] of its prefill chunks.
         preemptions: [step, how, who ran on].
         copies: Blocks copied on write.
+        compile_s, copy_s: Seconds of its steps that went to programs not there yet, and to copies of blocks.
     """
 
     id: str
@@ -50,6 +51,8 @@ class RequestLine:
     chunks: list[list[int]] = field(default_factory=list)
     preemptions: list[list[Any]] = field(default_factory=list)
     copies: int = 0
+    compile_s: float = 0.0
+    copy_s: float = 0.0
 
 
 def run_facts(path: str | Path) -> dict[str, Any]:
@@ -154,6 +157,9 @@ class _Reader:
         for seq, (request_id, _) in self.rows.items():
             if seq not in new:
                 self._span(self.requests[request_id], start, end, "decode")
+        for request_id in {request_id for request_id, _ in self.rows.values()}:
+            self.requests[request_id].compile_s += frame.get("compile_s", 0.0)
+            self.requests[request_id].copy_s += frame.get("copy_s", 0.0)
         self._entry(frame["n"], 1, start, frame["s"], len(self.rows), tokens)
         self.tables[-1] += frame.get("tables", [])
         self.gone[-1] += frame.get("gone", [])

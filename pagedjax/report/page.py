@@ -89,7 +89,9 @@ def _run_section(number: int, run: Mapping[str, Any]) -> str:
         if about.get(name):
             facts.append(f"{name}: <code>{_text(about[name])}</code>")
     trace = about.get("trace")
-    if isinstance(trace, Mapping):
+    if isinstance(trace, str):
+        facts.append(f"trace sha256: <code>{_text(trace)}</code>")
+    elif isinstance(trace, Mapping):
         facts.append("trace: " + ", ".join(f"{_text(k)} <code>{_text(v)}</code>" for k, v in trace.items()))
     blocks = ", ".join(str(count - 1) for count in run["pool_blocks"])
     facts.append(f"{blocks} usable blocks of {run['block_size']} tokens")

@@ -172,8 +172,9 @@ class Recorder:
                 [batch.kind, batch.group, batch.src.tolist(), batch.dst.tolist()]
                 for batch in plan.copies.batches
             ]
-        if result.copy_s:
-            frame["copy_s"] = result.copy_s
+        for name in ("copy_s", "compile_s"):
+            if value := getattr(result, name):
+                frame[name] = value
         blocks = self._blocks()
         if blocks:
             frame["blocks"] = blocks

@@ -110,6 +110,19 @@ def test_each_requests_story_adds_up(record):
     assert len(fed) > 10 and any(line["preemptions"] for line in run["requests"])
 
 
+def test_a_request_says_what_compiling_cost_it():
+    frames = [
+        {"frame": "run", "version": 1, "block_size": 4, "pool_blocks": [9]},
+        {"frame": "add", "id": "a", "t": 0.0, "prompt": 3, "max_new": 2, "n": 1},
+        {"frame": "step", "n": 1, "t": 0.0, "s": 2.5, "admitted": [["a", 0, 0, "no_match"]], "compile_s": 2.0,
+         "rows": [[0, "a", 0, 0, 3, 1]], "blocks": [[0, 1, 1]], "tables": [[0, 0, 0, [1]]]},
+        {"frame": "step", "n": 2, "t": 2.5, "s": 0.5, "copy_s": 0.25},
+    ]  # fmt: skip
+    (line,) = facts_module.facts(frames, "x")["requests"]
+    assert (line["compile_s"], line["copy_s"], line["first"], line["end"]) == (2.0, 0.25, 2.5, None)
+    assert line["spans"] == [[0.0, 0.0, "wait"], [0.0, 2.5, "prefill"], [2.5, 3.0, "decode"]]
+
+
 def test_a_record_too_long_for_a_page_is_refused(record, monkeypatch):
     monkeypatch.setattr(facts_module, "MOST_FRAMES", 50)
     with pytest.raises(RecordError, match="more than 50 frames"):

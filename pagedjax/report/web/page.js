@@ -187,6 +187,7 @@ function why(run, r) {
   out.push(r.hit === null ? "was never admitted" : `admitted with ${r.hit} tokens from the cache (${r.matched} known); the match stopped: ${r.reason}`);
   out.push(`first token after ${seconds(first)}; ended: ${r.why || "not within this record"}${r.end === null ? "" : " at " + seconds(r.end)}; output tokens ${r.tokens.join(", ") || "unknown"}; ${r.copies} blocks copied on write`);
   out.push("seconds: " + Object.entries(time).map(([k, v]) => `${k} ${v.toFixed(3)}`).join(", "));
+  if (r.compile_s || r.copy_s) out.push(`of its steps, ${seconds(r.compile_s)} went to compiling programs and ${seconds(r.copy_s)} to copying blocks`);
   const total = Object.values(time).reduce((a, b) => a + b, 0), most = Object.entries(time).sort((a, b) => b[1] - a[1])[0];
   if (most && total > 0) out.push(`most of its time (${Math.round(100 * most[1] / total)} %) went to: ${most[0]}`);
   for (const [step, how] of r.preemptions) out.push(`preempted in step ${step} (${how})`);

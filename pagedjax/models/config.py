@@ -359,6 +359,28 @@ def _check_number(name: str, value: Any, *, above: float | None = None, least: f
         raise ModelError(f"{name}={value!r}: must be a finite number {rule}; check the model's files")
 
 
+_KINDS_OF_FILES = {
+    b"version https://git-lfs": "a Git LFS pointer and not the file itself; fetch it with git lfs pull",
+    b"GGUF": "a GGUF file; name it .gguf",
+    b"PK\x03\x04": "a zip archive, as PyTorch writes pickles, which are never read",
+    b"\x80": "a pickle, which is never read",
+    b"<": "a web page; the address needs a login, or names a page about the file",
+    **dict.fromkeys(
+        (b"ggml", b"ggjt", b"ggla", b"lmgg", b"tjgg"), "a GGML file of before GGUF; convert the model again"
+    ),
+}
+
+
+def kind_of_file(head: bytes) -> str | None:
+    """What a file is by its first bytes, with the remedy; None where they say nothing.
+
+    So that a refusal names a file of another kind, and does not send the user to download it again.
+    """
+    if head[8:10] in (b'{"', b"{}", b"{ "):
+        return "a safetensors file; put it into a folder with its config.json"
+    return next((kind for start, kind in _KINDS_OF_FILES.items() if head.startswith(start)), None)
+
+
 def check_range(name: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ModelError(

@@ -116,6 +116,8 @@ def describe_folder(folder: Path) -> Described:
     Raises:
         ModelError: A file is missing, damaged, contradicts another, or lies outside the folder.
     """
+    if not inside(folder, "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder}: is an adapter (LoRA) and no model: merge it into its base model first")
     raw = read_json(inside(folder, "config.json"))
     notes: list[str] = []
     config = config_from_hf(raw, notes)

@@ -23,7 +23,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 
-from pagedjax.models.config import ModelError
+from pagedjax.models.config import ModelError, kind_of_file
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,15 @@ class GgufFile:
         size = h.left
         magic = h.take(4, "magic")
         if magic != b"GGUF":
+            kind = kind_of_file(magic + h.take(min(h.left, 60), "the head"))
+            if kind is not None:
+                raise ModelError(f"{self.path.name}: is no GGUF file but {kind}")
             h.fail(f"magic {magic!r}", "a GGUF file starts with b'GGUF'")
         version = h.number("I", "version")
+        if version in (2 << 24, 3 << 24):
+            raise ModelError(
+                f"{self.path.name}: is a big-endian GGUF file: must be little-endian; convert it"
+            )
         if version not in (2, 3):
             h.fail(f"version {version}", "must be 2 or 3, little-endian")
         num_tensors, num_keys = h.number("Q", "tensor count"), h.number("Q", "key count")
@@ -371,6 +378,10 @@ def _safetensors_header(path: Path) -> dict[str, TensorInfo]:
             f"{path}: {error.strerror or error}: must be a readable file; check the path"
         ) from error
     except SafetensorError as error:
+        with open(path, "rb") as file:
+            kind = kind_of_file(file.read(64))
+        if kind is not None and "safetensors" not in kind:
+            raise ModelError(f"{path.name}: is no safetensors file but {kind}") from None
         raise _not_whole(path, str(error)) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pagedjax.models.chat import Message, plain_messages, render_chat
-from pagedjax.models.config import ModelError
+from pagedjax.models.config import ModelError, kind_of_file
 from pagedjax.models.config_keys import refuse_key
 
 
@@ -284,6 +284,9 @@ def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
+        kind = kind_of_file(raw[:64])
+        if kind is not None:
+            raise ModelError(f"{path.name}: is no JSON file but {kind}") from None
         raise ModelError(
             f"{path.name}: {str(error)[:80]}: must be a JSON object; download it again"
         ) from error

@@ -601,3 +601,42 @@ def test_content_parts_are_text_or_named():
     for bad in ([{"content": "x"}], [{"role": "user", "content": 5}], ["hi"]):
         with pytest.raises(ValueError, match=r"messages\[0\]"):
             render_chat(plain, bad, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("head", "named"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html>", "a web page"),
+        (b"PK\x03\x04" + bytes(60), "zip archive"),
+        (b"\x80\x02}q\x00.", "a pickle, which is never read"),
+    ],
+    ids=["lfs", "html", "zip", "pickle"],
+)
+def test_a_file_of_another_kind_is_named_and_no_download_blamed(folder, tmp_path, head, named):
+    (tmp_path / "m.gguf").write_bytes(head)
+    with pytest.raises(ModelError, match=f"is no GGUF file but .*{named}"):
+        load_model(tmp_path / "m.gguf", progress=False)
+    for name, kind in (("model.safetensors", "safetensors"), ("tokenizer.json", "JSON")):
+        old = (folder.path / name).read_bytes()
+        (folder.path / name).write_bytes(head)
+        with pytest.raises(ModelError, match=f"{name}: is no {kind} file but .*{named}"):
+            folder.load()
+        (folder.path / name).write_bytes(old)
+
+
+def test_files_of_other_kinds_of_models_are_named(folder, tmp_path):
+    (tmp_path / "m.gguf").write_bytes((folder.path / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match="is no GGUF file but a safetensors file"):
+        load_model(tmp_path / "m.gguf", progress=False)
+    for magic, named in (
+        (b"tjgg" + bytes(99), "of before GGUF"),
+        (b"GGUF\0\0\0\3" + bytes(99), "big-endian"),
+    ):
+        (tmp_path / "m.gguf").write_bytes(magic)
+        with pytest.raises(ModelError, match=named):
+            load_model(tmp_path / "m.gguf", progress=False)
+    (folder.path / "config.json").unlink()
+    folder.write("adapter_config.json", {"peft_type": "LORA"})
+    with pytest.raises(ModelError, match=r"is an adapter \(LoRA\) and no model"):
+        folder.load()

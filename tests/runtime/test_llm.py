@@ -242,3 +242,24 @@ def test_F047_a_moved_cache_folder_hits(tmp_path):
     first = entries(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "two")
     assert first and entries(tmp_path / "elsewhere" / "two") == first
+
+
+def test_B127_a_stretched_model_takes_the_length_that_it_reaches(tiny_folder, tmp_path):
+    """64 by itself, 256 where it is asked for, and no token more."""
+    import json
+    import shutil
+
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    facts = json.loads((tmp_path / "m" / "pagedjax_model.json").read_text())
+    yarn = {"kind": "yarn", "factor": 4.0, "original_len": 64}
+
+    def length(asked, scaling=yarn):
+        facts["config"] |= {"max_model_len": 64, "rope_scaling": scaling}
+        (tmp_path / "m" / "pagedjax_model.json").write_text(json.dumps(facts))
+        small = dict(cache__num_blocks=40, runtime__compilation_cache_dir="off", scheduler__max_num_seqs=1)
+        return LLM(str(tmp_path / "m"), progress=False, model__max_model_len=asked, **small).max_model_len
+
+    assert (length(0), length(256)) == (64, 256)
+    for asked, scaling in ((257, yarn), (256, None)):
+        with pytest.raises(ValueError, match=rf"max_model_len={asked}: must not exceed"):
+            length(asked, scaling)

@@ -52,6 +52,8 @@ def write_whole(path: Path, write: Callable[[Path], int]) -> None:
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
+_MOST_RATE, _LEAST_RATE = 1e4, 1 / 86400  # a second; beyond, the unit of times is in doubt
+
 
 @click.group("trace")
 def command() -> None:
@@ -83,6 +85,8 @@ def info(
     counts = _counts(trace, size, insert, capacity, seen.watching(requests_bar("read", quiet)), quiet)
     if not counts.requests:
         raise click.UsageError(f"{file}: holds no request; give a trace with at least one")
+    if not quiet and (doubt := seen.doubt(counts.requests)):
+        print(f"{file}: {doubt}", file=sys.stderr)
     unit = f"{trace.granularity} tokens per id" if trace.granularity else "lengths alone"
     print(f"trace             {trace.name} ({trace.format}, {unit})")
     print(f"sha256            {trace.digest()}")
@@ -121,6 +125,15 @@ class Seen:
     outputs: int = 0
     unanswered: int = 0
     last_s: float = 0.0
+
+    def doubt(self, requests: int) -> str:
+        """A question where so many requests in that time are hardly true; "" where they may be."""
+        rate = requests / self.last_s if self.last_s else 0.0
+        if requests >= 100 and rate > _MOST_RATE:
+            return f"{rate:,.0f} requests a second: is the unit right? (--time-unit)"
+        if requests >= 2 and 0 < rate < _LEAST_RATE:
+            return f"{self.last_s / requests / 86400:,.1f} days between requests: is the unit right? (--time-unit)"
+        return ""
 
     def watching(
         self, bar: Callable[[Iterable[Any]], Iterator[Any]]

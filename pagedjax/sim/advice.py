@@ -13,16 +13,8 @@ from typing import Any
 import numpy as np
 
 from pagedjax.cache import POLICIES
-from pagedjax.sim.curve import belady_bound, lru_curve
-from pagedjax.sim.references import (
-    ASKED,
-    FIRST,
-    References,
-    load_references,
-    mirror,
-    previous_touches,
-    replay_references,
-)
+from pagedjax.sim.curve import belady_bound, lru_curve, lru_hits
+from pagedjax.sim.references import References, leading_hits, load_references, replay_references
 from pagedjax.sim.replay import Insert, PolicyStore
 from pagedjax.sim.trace import Trace
 
@@ -212,19 +204,9 @@ def _replayed(
 def _sizes(refs: References, block_sizes: Iterable[int]) -> tuple[BlockSizeAdvice, ...]:
     """Every size from one count of how many tokens each prompt has in common with an earlier one."""
     sums = {size: [0, 0, 0] for size in block_sizes}
-    previous = previous_touches(refs)
-    for start, end in refs.chunks():
-        flags = refs.flags[start:end]
-        places, _ = mirror(flags & FIRST)
-        asked = (flags & ASKED) > 0
-        missed = np.cumsum(asked & (previous[start:end][places] < 0))
-        heads = np.flatnonzero(flags & FIRST)
-        before = missed[heads] - (asked & (previous[start:end][places] < 0))[heads]
-        request = np.cumsum(flags & FIRST) - 1
-        leading = asked & (missed == before[request])
-        sizes = refs.sizes[start:end].astype(np.int64)
-        common = np.add.reduceat(np.where(leading, np.minimum(sizes, refs.block_size), 0), heads)
-        length = np.add.reduceat(np.where(asked, sizes, 0), heads)
+    for start, end, hit in lru_hits(refs):
+        leading = leading_hits(refs, start, end, hit)
+        common, length = leading.hit_tokens, leading.num_input
         for size, counts in sums.items():
             whole = common // size * size
             found = np.minimum(whole, np.maximum(length - 1, 0) // size * size)

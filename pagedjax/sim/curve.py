@@ -102,19 +102,29 @@ def _earlier_and_greater(ranks: np.ndarray) -> np.ndarray:
     return counts
 
 
+def lru_hits(refs: References, capacity: float = math.inf) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(from, to, bool) of one chunk after another: is the block there when it is looked up?
+
+    Raises:
+        ValueError: A capacity below 1 block.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}: must be at least 1 block")
+    if capacity < math.inf:
+        for start, end, depth in _depths(refs):
+            yield start, end, depth <= capacity
+        return
+    previous = previous_touches(refs)
+    for start, end in refs.chunks():
+        places, _ = mirror(refs.flags[start:end] & FIRST)
+        yield start, end, previous[start:end][places] >= 0
+
+
 def count_hits(refs: References, capacity: float = math.inf) -> HitCounts:
     """Hits of an LRU cache of `capacity` blocks by every definition; `math.inf` never evicts."""
     counts = replace(refs.totals)
-    if capacity == math.inf:
-        previous = previous_touches(refs)
-        for start, end in refs.chunks():
-            places, _ = mirror(refs.flags[start:end] & FIRST)
-            booked(refs, start, end, previous[start:end][places] >= 0, counts)
-        return counts
-    if capacity < 1:
-        raise ValueError(f"capacity={capacity}: must be at least 1 block")
-    for start, end, depth in _depths(refs):
-        booked(refs, start, end, depth <= capacity, counts)
+    for start, end, hit in lru_hits(refs, capacity):
+        booked(refs, start, end, hit, counts)
     return counts
 
 

@@ -94,7 +94,12 @@ class _Buffer:
 
 
 def load_references(
-    trace: Trace, block_size: int, *, insert: Insert = "prompt", progress: Progress = iter
+    trace: Trace,
+    block_size: int,
+    *,
+    insert: Insert = "prompt",
+    progress: Progress = iter,
+    on_request: Callable[[int], object] = lambda count: None,
 ) -> References:
     """Read a trace's blocks into arrays, once.
 
@@ -103,6 +108,7 @@ def load_references(
         block_size: Tokens per block.
         insert: What each request leaves behind.
         progress: Wraps the stream of requests, for a progress bar.
+        on_request: Told how many references each request has.
 
     Raises:
         ValueError: The trace has no identity of prefixes, a request holds a block twice (chained ids cannot
@@ -128,6 +134,7 @@ def load_references(
                 f"request {number}: holds a block id twice; ids must be chained, prefix by prefix"
             )
         count += len(held)
+        on_request(len(held))
         if count > _MOST:
             raise ValueError(
                 f"{trace.name}: more than {_MOST:,} block references; take a window, a sample or larger blocks"
@@ -234,32 +241,60 @@ class Ranks:
         return before[word] + inside
 
 
-def booked(refs: References, start: int, end: int, hit: np.ndarray, counts: HitCounts) -> None:
-    """Book the leading hits of a chunk's requests.
+@dataclass(frozen=True)
+class LeadingHits:
+    """Of a chunk: what its requests find from the front on.
+
+    Attributes:
+        leading: bool[references] found, with all before it in its request.
+        num_hits / hit_tokens / num_input: i64[requests] blocks and tokens found, prompt tokens.
+    """
+
+    leading: np.ndarray
+    num_hits: np.ndarray
+    hit_tokens: np.ndarray
+    num_input: np.ndarray
+
+
+def leading_hits(refs: References, start: int, end: int, hit: np.ndarray) -> LeadingHits:
+    """Cut a chunk's hits off at each request's first miss.
 
     Args:
         refs: Whose chunk.
         start / end: The chunk.
         hit: bool[end - start] blocks that are present when they are looked up.
-        counts: Gets them; requests, blocks and tokens are not touched.
     """
     flags = refs.flags[start:end]
     sizes = refs.sizes[start:end].astype(np.int64)
     heads = np.flatnonzero(flags & FIRST)
     asked = (flags & ASKED) > 0
-    missed = np.cumsum(asked & ~hit)  # misses up to and with each
+    misses = asked & ~hit
+    missed = np.cumsum(misses)  # up to and with each
     request = np.cumsum(flags & FIRST) - 1
-    leading = asked & hit & (missed == (missed[heads] - (asked & ~hit)[heads])[request])
-    held = np.minimum(sizes, refs.block_size)
-    num_hits = np.add.reduceat(leading, heads, dtype=np.int64)
-    num_input = np.add.reduceat(np.where(asked, sizes, 0), heads)
-    hit_tokens = np.add.reduceat(np.where(leading, held, 0), heads)
-    some = num_input > 0
-    counts.hit_blocks += int(num_hits.sum())
-    counts.hit_full_blocks += int((leading & (sizes >= refs.block_size)).sum())
-    counts.hit_tokens += int(hit_tokens.sum())
-    counts.token_ratios += float((hit_tokens[some] / num_input[some]).sum())
-    most = np.minimum(num_hits[some], (num_input[some] - 1) // refs.block_size)
+    leading = asked & (missed == (missed[heads] - misses[heads])[request])
+    return LeadingHits(
+        leading,
+        np.add.reduceat(leading, heads, dtype=np.int64),
+        np.add.reduceat(np.where(leading, np.minimum(sizes, refs.block_size), 0), heads),
+        np.add.reduceat(np.where(asked, sizes, 0), heads),
+    )
+
+
+def booked(refs: References, start: int, end: int, hit: np.ndarray, counts: HitCounts) -> None:
+    """Book the leading hits of a chunk's requests.
+
+    Args:
+        refs / start / end / hit: As for `leading_hits`.
+        counts: Gets them; requests, blocks and tokens are not touched.
+    """
+    found = leading_hits(refs, start, end, hit)
+    full = refs.sizes[start:end] >= refs.block_size
+    some = found.num_input > 0
+    counts.hit_blocks += int(found.num_hits.sum())
+    counts.hit_full_blocks += int((found.leading & full).sum())
+    counts.hit_tokens += int(found.hit_tokens.sum())
+    counts.token_ratios += float((found.hit_tokens[some] / found.num_input[some]).sum())
+    most = np.minimum(found.num_hits[some], (found.num_input[some] - 1) // refs.block_size)
     counts.engine_tokens += int(most.sum()) * refs.block_size
 
 

@@ -1,0 +1,131 @@
+"""When and by whom blocks are used again: hits over time windows and by group, and the time between two uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedjax.sim.curve import lru_hits
+from pagedjax.sim.references import FIRST, References, leading_hits, load_references, mirror, previous_touches
+from pagedjax.sim.replay import Insert, Progress
+from pagedjax.sim.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True)
+class TimedReferences:
+    """Block references with what windows and groups need: 12 bytes more for each request.
+
+    Attributes:
+        refs: The references.
+        arrival_s: f64[requests with references] when each came.
+        group: i32[the same] its group's number.
+        names: Of the groups; "" where a request names none.
+    """
+
+    refs: References
+    arrival_s: np.ndarray
+    group: np.ndarray
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """Hits of some of the requests.
+
+    Attributes:
+        name: A group's, or the window's start in seconds.
+        requests / tokens: Theirs; prompts without a whole block of identity are left out.
+        hit_tokens: Capacity → tokens found at it; `math.inf` never evicts.
+    """
+
+    name: str
+    requests: int
+    tokens: int
+    hit_tokens: dict[float, int]
+
+
+def load_timed(
+    trace: Trace, block_size: int, *, insert: Insert = "prompt", progress: Progress = iter
+) -> TimedReferences:
+    """Read a trace once, with arrivals and groups.
+
+    Raises:
+        ValueError: As `load_references`.
+    """
+    arrivals: list[float] = []
+    groups: list[int] = []
+    numbers: dict[str, int] = {}
+
+    def watched(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        for request in progress(requests):
+            arrivals.append(request.arrival_s)
+            groups.append(numbers.setdefault(request.group, len(numbers)))
+            yield request
+
+    held: list[int] = []
+    refs = load_references(trace, block_size, insert=insert, progress=watched, on_request=held.append)
+    some = np.array(held, dtype=np.int64) > 0
+    return TimedReferences(
+        refs,
+        np.array(arrivals)[some] if arrivals else np.empty(0),
+        np.array(groups, dtype=np.int32)[some] if groups else np.empty(0, np.int32),
+        tuple(numbers),
+    )
+
+
+def parts(
+    timed: TimedReferences, capacities: Iterable[float] = (math.inf,), *, window_s: float = 0.0
+) -> list[TracePart]:
+    """Hits by group, or with `window_s` by time window; the cache is one for all.
+
+    Args:
+        timed: A trace's references.
+        capacities: Blocks of an LRU cache.
+        window_s: Length of a window; 0: by group.
+
+    Raises:
+        ValueError: A negative window.
+    """
+    if window_s < 0:
+        raise ValueError(f"window={window_s}: must be positive seconds; try 3600")
+    index = (timed.arrival_s // window_s).astype(np.int64) if window_s else timed.group.astype(np.int64)
+    count = int(index.max()) + 1 if len(index) else 0
+    requests, tokens = np.bincount(index, minlength=count), np.zeros(count, np.int64)
+    found: dict[float, np.ndarray] = {}
+    for capacity in capacities:
+        found[capacity] = np.zeros(count, np.int64)
+        tokens[:] = 0
+        at = 0
+        for start, end, hit in lru_hits(timed.refs, capacity):
+            leading = leading_hits(timed.refs, start, end, hit)
+            own = index[at : at + len(leading.num_input)]
+            at += len(own)
+            np.add.at(found[capacity], own, leading.hit_tokens)
+            np.add.at(tokens, own, leading.num_input)
+    names = [f"{window_s * i:g}" for i in range(count)] if window_s else list(timed.names)
+    return [
+        TracePart(names[i], int(requests[i]), int(tokens[i]), {c: int(f[i]) for c, f in found.items()})
+        for i in range(count)
+        if requests[i]
+    ]
+
+
+def reuse_times(timed: TimedReferences) -> np.ndarray:
+    """f64[m] ascending: seconds since a block's last use, of every use that is not its first."""
+    refs = timed.refs
+    starts = np.flatnonzero(refs.flags & FIRST)
+    previous = previous_touches(refs)
+    times = []
+    for start, end in refs.chunks():
+        places, begins = mirror(refs.flags[start:end] & FIRST)
+        last = previous[start:end][places].astype(np.int64)
+        again = last >= 0
+        own = np.searchsorted(starts, begins[again] + start, side="right") - 1
+        before = np.searchsorted(starts, last[again], side="right") - 1
+        times.append(timed.arrival_s[own] - timed.arrival_s[before])
+    found = np.concatenate(times) if times else np.empty(0)
+    found.sort()
+    return found

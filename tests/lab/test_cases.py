@@ -283,7 +283,6 @@ AWAITED: set[str] = {
     "eviction-policies",
     "hot-prefix",
     "latency-rate",
-    "paged-block-size",
     "routing",
     "scale-out",
     "serving-hour",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from judges import QUICK
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged
 
@@ -176,11 +177,7 @@ def build():
     return build_step
 
 
-# The large table compiles without LLVM's optimisations and its new fusion emitters, in a third of the time, and so
-# does what is only interpreted here; named cases of what runs on CPUs compile with them.
-QUICK = {"xla_backend_optimization_level": "0"}
-if jax.__version_info__ < (0, 11):
-    QUICK |= {"xla_cpu_use_fusion_emitters": "False", "xla_cpu_parallel_codegen_split_count": "1"}
+# The large table and what is only interpreted here compile in a hurry (QUICK); named cases of what runs on CPUs do not.
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from judges import numpy_forward, read_stories
+from judges import QUICK, numpy_forward, read_stories
 
 from pagedjax.cache import CopyPlan, KVGroup, PagedManager
 from pagedjax.config import SchedulerConfig
@@ -70,6 +70,12 @@ class TestRunner(JaxRunner):
     manager: PagedManager
     poison: bool
 
+    def __init__(self, *args: Any, quick: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if quick:
+            step: Any = self.step_fn
+            self.step_fn = jax.jit(step.__wrapped__, donate_argnums=1, compiler_options=QUICK)
+
     def execute(self, plan: Any) -> Any:
         if self.poison:
             # Copies first: what they read may be nobody's by now. The second time there is nothing left.
@@ -106,7 +112,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
 
     The pools start as NaN; `shuffle=seed` hands out blank blocks in random order, `poison=True` fills free
     blocks with NaN before each step. `chunk_tokens` limits the engine's chunks; the compiled shapes do not
-    depend on it.
+    depend on it. `quick=False` compiles as users do.
     """
 
     def make(
@@ -124,6 +130,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         shuffle: int | None = None,
         poison: bool = False,
         full_ladder: bool = False,
+        quick: bool = True,
         **options: Any,
     ) -> Engine:
         config, params = model
@@ -137,7 +144,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         layouts = tuple(KVLayout(l, n, block_size, config.num_kv_heads, config.head_dim) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
-        key = (config, layouts, buckets.ladder, max_model_len)
+        key = (config, layouts, buckets.ladder, max_model_len, quick)
         if key not in _runners:
             _runners[key] = TestRunner(
                 config,
@@ -147,6 +154,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
                 max_model_len=max_model_len,
                 buckets=buckets,
                 host_blocks=HOST_BLOCKS,
+                quick=quick,
             )
         runner = _runners[key]
         runner.manager = manager = PagedManager(

@@ -33,7 +33,7 @@ def _small(folder, tmp_path):
         str(tmp_path),
         "--quiet",
         "--set",
-        "compilation_cache_dir=off",
+        f"compilation_cache_dir={folder.parent / 'compiled'}",
     ]
 
 
@@ -343,7 +343,7 @@ def test_generate_searches_beams(run, tiny_folder, tmp_path):
     prompt = [84, 104, 101, 32, 115]
     (tmp_path / "jobs.jsonl").write_text(json.dumps({"token_ids": prompt}))
     command = ["generate", "--file", str(tmp_path / "jobs.jsonl"), *_small(tiny_folder, tmp_path)]
-    command += ["--set", f"compilation_cache_dir={tmp_path / 'compiled'}", "--set", "max_num_seqs=3"]
+    command += ["--set", "max_num_seqs=3"]
     # Prompts fed token by token: decode steps are all there is to compile.
     command += ["--set", "token_budget=3", "--set", "chunk_tokens=1", "--set", "num_blocks=32"]
     command += ["--beam-width", "3", "--n", "2", "--max-tokens", "6", "--ignore-eos"]

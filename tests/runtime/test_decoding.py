@@ -87,7 +87,7 @@ def test_B058_beams_equal_what_transformers_froze(tiny, make_engine, run_all, mo
     config, params = beams_model()
     assert config == tiny[0]  # its programs serve
     engine = make_engine(tiny, shuffle=1, poison=True)
-    monkeypatch.setattr(engine.runner, "params", jax.device_put(params))
+    monkeypatch.setattr(engine.runner, "_params", jax.device_put(params))
     hog = TokenChain([0] * ((engine.manager.num_usable - free) * 4), block_size=4)
     engine.manager.begin(-1, hog)
     assert engine.manager.reserve(-1, len(hog))

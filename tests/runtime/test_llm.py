@@ -24,8 +24,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def make_llm(tiny_folder, tmp_path_factory):
-    compiled = str(tmp_path_factory.mktemp("compiled"))
+def make_llm(tiny_folder):
+    compiled = str(tiny_folder.parent / "compiled")
 
     def make(**settings):
         cache = {"block_size": 8, "num_blocks": 65} | settings

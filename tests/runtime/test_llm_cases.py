@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 
 import jax
@@ -21,24 +20,8 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_folder, tmp_path_factory):
-    """A model whose output matrix is its own: one that is tied repeats its last token, whatever its KV is."""
-    from pagedjax.models.weights import save_params
-    from pagedjax.testing import tiny_model
-
-    untied = tmp_path_factory.mktemp("untied") / "tiny"
-    shutil.copytree(tiny_folder, untied)
-    shutil.rmtree(untied / "params")
-    model = tiny_model(tie_embeddings=False)
-    save_params(untied / "params", model.params)
-    facts = json.loads((untied / "pagedjax_model.json").read_text())
-    (untied / "pagedjax_model.json").write_text(json.dumps({**facts, "config": model.config.to_dict()}))
-    return untied
-
-
-@pytest.fixture(scope="module")
-def make_llm(folder, tmp_path_factory):
-    compiled = str(tmp_path_factory.mktemp("compiled"))
+def make_llm(tiny_folder):
+    compiled = str(tiny_folder.parent / "compiled")
 
     def make(**settings):
         keys = dict(cache__block_size=8, cache__num_blocks=13, cache__host_blocks=8, model__max_model_len=64)
@@ -46,7 +29,7 @@ def make_llm(folder, tmp_path_factory):
         keys |= dict(
             scheduler__max_num_seqs=2, scheduler__token_budget=16, runtime__compilation_cache_dir=compiled
         )
-        return LLM(str(folder), progress=False, **keys | settings)
+        return LLM(str(tiny_folder), progress=False, **keys | settings)
 
     return make
 

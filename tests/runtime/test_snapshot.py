@@ -23,7 +23,7 @@ NEXT = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(tiny_folder):
     return dict(
         progress=False,
         model__max_model_len=128,
@@ -31,7 +31,7 @@ def settings(tmp_path_factory):
         cache__num_blocks=65,
         scheduler__max_num_seqs=1,
         scheduler__token_budget=16,
-        runtime__compilation_cache_dir=str(tmp_path_factory.mktemp("compiled")),
+        runtime__compilation_cache_dir=str(tiny_folder.parent / "compiled"),
     )
 
 
@@ -270,6 +270,7 @@ def test_a_damaged_snapshot_is_refused_in_one_line(make_llm, saved, tmp_path, da
     with pytest.raises(SnapshotError) as error:
         llm.load_cache(folder)
     assert "\n" not in str(error.value)
+    assert damage != "prefix" or "prefix 0 has another digest" in str(error.value)
     assert llm.manager.num_free == llm.manager.num_usable
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -90,7 +91,9 @@ class Engine:
         self._results = Results(self.scheduler, self._outputs, eos_token_ids)
         self._touched: dict[str, Request] = {}  # have something new to tell
         self._ready: dict[str, RequestOutput] = {}  # what they tell, until a step has returned it
-        self._held: dict[str, Mailbox] = {}  # requests that somebody waits for, until he has taken their end
+        # Requests that somebody waits for. The mailbox is his: where he is gone (Ctrl-C may strike at any line of his),
+        # so is the entry, and the request is aborted.
+        self._held: WeakValueDictionary[str, Mailbox] = WeakValueDictionary()
         self._turn = FairLock()  # who makes the next step
         self._books = FairLock()  # all of the above, the scheduler and the manager
         self._stepping = False
@@ -265,9 +268,11 @@ class Engine:
         self.scheduler.ended.clear()
         touched, self._touched = self._touched, {}
         for request in touched.values():
-            if not (request.live and request.sampling.waits_for_all):
+            if request.awaited and request.request_id not in self._held:
+                self.abort(request.request_id)
+            elif not (request.live and request.sampling.waits_for_all):
                 output = self._output(request)
-                if request.request_id not in self._held:
+                if not request.awaited:
                     self._ready[request.request_id] = output
 
     def _advance(self, interrupts: HeldInterrupts) -> StepRecord | None:
@@ -351,7 +356,7 @@ class Engine:
                 with self._books.held(interrupts):
                     for (prompt, sampling), name in zip(jobs, names, strict=True):
                         self._add(added, prompt, sampling, name, extra, priority, arrival)
-                        self._held[added[-1]] = box
+                        self._hold(added[-1], box)
                 while len(done) < len(added):
                     for output in self._wait(box, interrupts):
                         if output.finished:
@@ -387,7 +392,7 @@ class Engine:
         try:
             with HeldInterrupts() as interrupts, self._books.held(interrupts):
                 self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock())
-                self._held[added[0]] = box
+                self._hold(added[0], box)
             finished = False
             while not finished:
                 with HeldInterrupts() as interrupts:
@@ -422,6 +427,10 @@ class Engine:
             self.scheduler.requeue_all()
             self._weights_version = self.runner.weights_version
             return self.manager.reset("preempt")
+
+    def _hold(self, name: str, box: Mailbox) -> None:
+        self._held[name] = box
+        self._requests[name].awaited = True
 
     def _leave(self, names: Seq[str], interrupts: HeldInterrupts) -> None:
         """Nobody waits for these any more; those that still run are aborted."""

@@ -386,6 +386,7 @@ class Request:
         priority: Higher is admitted first and preempted last; equals go by arrival.
         number: Order of arrival, given by the scheduler.
         swapped: Its sequences' KV is on the host.
+        awaited: Somebody waits for it: what it has to tell is his alone.
     """
 
     request_id: str
@@ -410,6 +411,7 @@ class Request:
     priority: int = 0
     number: int = 0
     swapped: bool = False
+    awaited: bool = False
 
     def __post_init__(self) -> None:
         self.fork_at = len(self.prompt_token_ids)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedjax.kernels.aot import Compiled
     from pagedjax.models.config import ModelConfig
 
-_TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100")
+_TARGETS = ("v5e", "v6e", "v4", "v5p", "tpu7x", "h100", "a100", "l4", "rtx4090", "b200")
 _COUNT = click.IntRange(min=1)
 # libtpu keeps 0.25 of 16 GiB to itself on v5e, 0.75 of 32 on v6e.
 _HBM_SHARE = 0.975
@@ -42,7 +42,9 @@ _IDLE: dict[str, tuple[str, ...]] = {
 @click.option("--kernels", "what", flag_value="kernels", default="kernels", help="The model's attention.")
 @click.option("--step", "what", flag_value="step", help="The whole decode step, sampling included.")
 @click.option("--table", "what", flag_value="table", help="The kernels' table of geometries, no model.")
-@click.option("--bundles", is_flag=True, help="TPU: count VLIW bundles per key tile beside the HBM floor.")
+@click.option(
+    "--bundles", is_flag=True, help="TPU: count VLIW bundles per chunk and row beside the HBM floor."
+)
 @click.option("--batch", type=_COUNT, default=8, show_default=True, help="Rows that decode.")
 @click.option("--context", type=_COUNT, default=4096, show_default=True, help="Longest row in tokens.")
 @click.option("--layers", type=_COUNT, help="Another depth than the model's: a step that fits one device.")
@@ -98,6 +100,8 @@ def command(
 
 def _row(compiled: Compiled) -> dict[str, Any]:
     """What a compiled program says, for people and for --json."""
+    from pagedjax.kernels.aot import TARGETS
+
     c = compiled
     return {
         "target": c.target,
@@ -113,6 +117,7 @@ def _row(compiled: Compiled) -> dict[str, Any]:
         "fits_hbm": c.fits,
         "kernel_kib": c.kernel_bytes / 2**10,
         "on_chip_kib": c.limits.on_chip_bytes / 2**10,
+        "on_chip": "shared memory" if TARGETS[c.target].platform == "cuda" else "VMEM",
     }
 
 
@@ -123,7 +128,7 @@ def _text(row: dict[str, Any]) -> str:
     place = "in place" if row["in_place"] else "NOT IN PLACE"
     if row["alias_is_pool"] and not row["in_place"]:
         place = "in place, but with scratch over 1 %"
-    memory = "shared memory" if row["target"].startswith("h") else "VMEM"
+    memory = row["on_chip"]
     return "\n".join(
         [
             head,
@@ -283,5 +288,6 @@ def _bundles(common: Common, targets: tuple[str, ...]) -> int:
     code = 0
     for target in targets:
         args = ["--target", target, *(["--json"] if common.as_json else [])]
+        args += [word for kind in ("decode", "prefill", "short") for word in ("--kind", kind)]
         code |= subprocess.run([sys.executable, "-m", "pagedjax.kernels.bundles", *args]).returncode
     return code

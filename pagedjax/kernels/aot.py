@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from pagedjax.kernels import pallas_mosaic
+from pagedjax.kernels import pallas_mma, pallas_mosaic
 from pagedjax.kernels.api import paged_attention
 from pagedjax.kernels.blocks import write_kv
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch
@@ -61,6 +61,10 @@ TARGETS: Mapping[str, Target] = {
         _tpu("v6e", "2x2"),
         _tpu("tpu7x", "2x2x1"),
         Target("h100", "cuda", "1x1x1", "pallas_mosaic", "jax_cuda13_plugin", "cuda"),
+        *(
+            Target(name, "cuda", "1x1x1", "pallas_mma", "jax_cuda13_plugin", "cuda")
+            for name in ("a100", "l4", "rtx4090", "b200")
+        ),
     )
 }
 TPU_TARGETS = tuple(name for name, target in TARGETS.items() if target.platform == "tpu")
@@ -72,26 +76,72 @@ LIBTPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The plugin has no device to ask: what CUDA reports of an H100 SXM.
-H100_KIND = "NVIDIA H100 80GB HBM3"
-H100: Mapping[str, int | float] = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 << 10,
-    "shared_memory_per_core": 228 << 10,
-    "shared_memory_per_block_optin": 227 << 10,
-    "threads_per_core_limit": 2048,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 65535,
-    "block_dim_limit_z": 65535,
-    "memory_bandwidth": 3_352_320_000_000,
-    "l2_cache_size": 50 << 20,
-    "clock_rate_ghz": 1.98,
-    "device_memory_size": 84_978_434_048,
-    "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536,
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What CUDA reports of a GPU that is not there for the plugin to ask.
+
+    Attributes:
+        kind: Its name.
+        compute_capability: (major, minor).
+        multiprocessors: Of the device.
+        shared_kib: Shared memory of a multiprocessor; a program may take 1 KiB less.
+        threads: That a multiprocessor holds.
+        memory_bytes: Device memory.
+        bytes_per_s: Its bandwidth.
+        l2_mib: Second-level cache.
+        clock_ghz: Highest clock.
+    """
+
+    kind: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_kib: int
+    threads: int
+    memory_bytes: int
+    bytes_per_s: int
+    l2_mib: int
+    clock_ghz: float
+
+    def config(self) -> str:
+        """As the CUDA plugin takes it."""
+        info = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 << 10,
+            "shared_memory_per_core": self.shared_kib << 10,
+            "shared_memory_per_block_optin": (self.shared_kib - 1) << 10,
+            "threads_per_core_limit": self.threads,
+            "core_count": self.multiprocessors,
+            "fpus_per_core": 64 if self.compute_capability == (8, 0) else 128,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": self.bytes_per_s,
+            "l2_cache_size": self.l2_mib << 20,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        major, minor = self.compute_capability
+        return (
+            f"gpu_device_info {{ {' '.join(f'{key}: {value}' for key, value in info.items())} "
+            f"cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
+            f'runtime_version {{ major: 13 minor: 0 }} device_description_str: "{self.kind}"'
+        )
+
+
+GPUS: Mapping[str, Gpu] = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 228, 2048, 84_978_434_048, 3_352_320_000_000, 50, 1.98),
+    "a100": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 164, 2048, 42_298_834_944, 1_555_200_000_000, 40, 1.41),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 100, 1536, 23_609_475_072, 300_096_000_000, 48, 2.04),
+    "rtx4090": Gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 100, 1536, 25_282_281_472, 1_008_096_000_000, 72, 2.52
+    ),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 228, 2048, 191_400_000_000, 7_672_320_000_000, 126, 1.965),
 }
 
 
@@ -234,13 +284,19 @@ def installed(target: str) -> bool:
 def device_limits(target: str) -> Limits:
     """Capacities of a target's device, as its own libraries state them."""
     if TARGETS[target].platform == "cuda":
-        sizes = ("device_memory_size", "memory_bandwidth", "shared_memory_per_block_optin")
-        return Limits(*(int(H100[name]) for name in sizes))
+        gpu = GPUS[target]
+        return Limits(gpu.memory_bytes, gpu.bytes_per_s, (gpu.shared_kib - 1) << 10)
     from jax.experimental.pallas import tpu as pltpu
 
     with tracing_for(target):
         info = pltpu.get_tpu_info()
     return Limits(info.hbm_capacity_bytes, info.mem_bw_bytes_per_second, info.vmem_capacity_bytes)
+
+
+class AbstractGpu(jax.sharding.AbstractDevice):
+    """With the compute capability, without which Mosaic compiles for 9.0."""
+
+    compute_capability: str
 
 
 def _device(target: str) -> tuple[Any, Any]:
@@ -253,21 +309,19 @@ def _device(target: str) -> tuple[Any, Any]:
     from jax.experimental import topologies
 
     if chip.platform == "cuda":
-        info = " ".join(f"{key}: {value}" for key, value in H100.items())
-        config = (
-            f"gpu_device_info {{ {info} cuda_compute_capability {{ major: 9 minor: 0 }} }} "
-            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
-            f'runtime_version {{ major: 13 minor: 0 }} device_description_str: "{H100_KIND}"'
-        )
-        options = {"target_config": config, "topology": chip.topology}
-        device: Any = topologies.get_topology_desc(H100_KIND, "cuda", **options).devices[0]
-        kind, cores, platform = H100_KIND, int(H100["core_count"]), "gpu"
-    else:
-        for key, value in LIBTPU_ENVIRONMENT.items():
-            os.environ.setdefault(key, value)
-        device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
-        kind, cores, platform = device.device_kind, getattr(device, "num_cores", 1), "tpu"
-    return device, jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+        gpu = GPUS[target]
+        options = {"target_config": gpu.config(), "topology": chip.topology}
+        device: Any = topologies.get_topology_desc(gpu.kind, "cuda", **options).devices[0]
+        abstract = AbstractGpu(device_kind=gpu.kind, num_cores=gpu.multiprocessors, platform="gpu")
+        object.__setattr__(abstract, "compute_capability", "{}.{}".format(*gpu.compute_capability))
+        return device, abstract
+    for key, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+    cores = getattr(device, "num_cores", 1)
+    return device, jax.sharding.AbstractDevice(
+        device_kind=device.device_kind, num_cores=cores, platform="tpu"
+    )
 
 
 def tracing_for(target: str) -> Any:
@@ -316,13 +370,17 @@ _HEADS = ((9, 3, 64), (32, 8, 128), (15, 5, 64), (16, 2, 64), (8, 1, 256), (12, 
 
 
 def geometries(target: str) -> list[Geometry]:
-    """The table a target is proved on: 84 shapes for v5e, 28 for other TPUs, 56 for GPUs."""
+    """The table a target is proved on: 84 shapes for v5e, 56 for H100, 8 for L4 and B200, 28 for the others."""
     blocks: Sequence[int] = (16, 64)
     dtypes = ("bfloat16", "float32")
     if target == "v5e":
         blocks = (8, 16, 32, 64, 128, 256)
     if TARGETS[target].platform == "cuda":
-        blocks, dtypes = (8, 16, 64, 128), ("bfloat16", "float16")
+        blocks, dtypes = (16, 64), ("bfloat16", "float16")
+    if target == "h100":
+        blocks = (8, 16, 64, 128)
+    if target in ("l4", "b200"):
+        return [Geometry(*heads, size, dtype) for dtype in dtypes for heads in _HEADS[:2] for size in blocks]
     return [Geometry(*heads, size, dtype) for dtype in dtypes for heads in _HEADS for size in blocks]
 
 
@@ -332,7 +390,10 @@ def compile_attention(target: str, geometry: Geometry, **params: Any) -> Compile
     kernel = TARGETS[target].kernel if target in TARGETS else ""
     fn, args = attention_step(layout, geometry.num_heads, implementation=kernel, **params)
     compiled = compile(str(geometry), target, fn, args, donate=(0,), pool_bytes=layout.num_bytes)
-    if TARGETS[target].platform == "cuda":
+    if kernel == "pallas_mma":
+        shared = pallas_mma.shared_memory_bytes(layout, GPUS[target].compute_capability)
+        return replace(compiled, kernel_bytes=shared)
+    if kernel == "pallas_mosaic":
         return replace(compiled, kernel_bytes=pallas_mosaic.shared_memory_bytes(layout))
     return compiled
 

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.cache.plugins import Plugins
-from pagedjax.kernels import doors, native, pallas_mosaic, pallas_tpu, xla
-from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class, known_layer
+from pagedjax.kernels import doors, native, pallas_mma, pallas_mosaic, pallas_tpu, xla
+from pagedjax.kernels.layout import KVPool, RaggedBatch, compute_capability, device_class, known_layer
 from pagedjax.kernels.plan import CHUNK_TOKENS
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas_tpu": pallas_tpu.attend,
     "pallas_mosaic": pallas_mosaic.attend,
+    "pallas_mma": pallas_mma.attend,
     "native": native.attend,
     "xla": xla.attend,
 }
@@ -131,7 +132,8 @@ def decode_chunk_tokens() -> int:
 
 def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if implementation is None:
-        own = {"tpu": ("pallas_tpu",), "hopper": ("pallas_mosaic",)}.get(device_class(), ())
+        gpu = ("pallas_mosaic", "pallas_mma") if compute_capability() == (9, 0) else ("pallas_mma",)
+        own = {"tpu": ("pallas_tpu",), "gpu": gpu}.get(device_class(), ())
         if native.available():
             own = ("native",)
         return (*own, "xla")

@@ -1,12 +1,13 @@
-"""What a TPU kernel costs by its own machine code: VLIW bundles per chunk of keys, beside the HBM floor.
+"""What a TPU kernel costs by its own machine code: VLIW bundles per chunk of keys and per row, beside the HBM floor.
 
     python -m pagedjax.kernels.bundles --target v5e --heads 32 8 128 --block-size 16
 
-libtpu can write the final bundles of every program it compiles; a bundle is one issue cycle. The decode
-kernel's loop over chunks is found in that listing, and of all ways round it the cheapest is taken that starts
-the copies of one whole chunk, awaits a chunk and multiplies it: what a long row costs per chunk. Stalls and
-DMA latency are not in the count, so it is a lower bound of the time; a kernel whose count is well below the
-cycles that HBM needs for the same bytes is bound by memory and not by issue.
+libtpu can write the final bundles of every program it compiles; a bundle is one issue cycle. A kernel's loop over
+chunks is found in that listing, and of all ways round it the cheapest is taken that starts the copies of one whole
+chunk, awaits a chunk and multiplies it: what a long row costs per chunk. Of the loop around it, over rows or tiles of
+queries, the cheapest way through the loop over chunks is what each adds. Stalls and DMA latency are not in the count,
+so it is a lower bound of the time; a kernel whose count is well below the cycles that HBM needs for the same bytes is
+bound by memory and not by issue.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from typing import Any
 
 # Bundles after a branch that run whether it is taken or not.
 DELAY_SLOTS = 4
+# The public kernel (tpu-inference, ragged paged attention v3) counted in this way on 2026-11-30, libtpu 0.0.52, v5e,
+# bfloat16, blocks of 128: per 256 keys at its own default of 2,048 keys a fetch, and per 32 queries x 256 keys. It is
+# part of a server and no package that this one could count again.
+PUBLIC: dict[tuple[int, int, int], dict[str, int]] = {(32, 8, 128): {"decode": 646, "prefill": 1879}}
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:\w\w)?\s*:\s*(?:>\s*)*\{")
 _BRANCH = re.compile(r"sbr\.rel (\(.*?\) )?target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
@@ -92,15 +97,17 @@ def chunk_loop(bundles: Sequence[Bundle]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bundles once round the chunk loop.
+    """Bundles once round the chunk loop, and once round the loop of rows about it.
 
     Attributes:
         total: On the cheapest way that starts one chunk's copies and awaits and multiplies one.
         work: On the cheapest way that starts none: the arithmetic and the wait.
+        row: On the cheapest way round the loop of rows that enters the chunk loop, the chunk loop left out.
     """
 
     total: int
     work: int
+    row: int
 
     @property
     def copies(self) -> int:
@@ -108,31 +115,34 @@ class Cost:
         return self.total - self.work
 
 
-def cost(bundles: Sequence[Bundle], chunk_blocks: int) -> Cost:
-    """Cost of a chunk.
+# What was done on the way: (copies started, awaited, multiplied).
+_State = tuple[int, bool, bool]
+
+
+def _ways_round(
+    bundles: Sequence[Bundle], first: int, last: int, jumps: dict[int, tuple[int, int]], most: int
+) -> dict[_State, int]:
+    """Cheapest ways once round the loop [first, last], by what was done on them.
 
     Args:
-        bundles: From `parse`.
-        chunk_blocks: Copies that bring one chunk.
-
-    Raises:
-        ValueError: No way round the loop starts that many copies.
+        jumps: Inner loops by their first bundle, (bundle behind the last, bundles that it costs).
+        most: Ways that start more copies are dropped.
     """
-    first, last = chunk_loop(bundles)
-    # Loops inside copy or await a row's last chunk block by block; a whole chunk passes them by.
-    closed = {a for a, b in loops(bundles) if first <= a and b <= last and (a, b) != (first, last)}
-    # Per bundle the cheapest way to it, by what was done on the way: (copies started, awaited, multiplied).
-    ways: dict[int, dict[tuple[int, bool, bool], int]] = {first: {(0, False, False): 0}}
-    ends: dict[tuple[int, bool, bool], int] = {}
+    # Per bundle the cheapest way to it. Control runs forward but for the way back, so that one pass in order of
+    # address is enough.
+    ways: dict[int, dict[_State, int]] = {first: {(0, False, False): 0}}
+    ends: dict[_State, int] = {}
 
-    def reach(where: dict[tuple[int, bool, bool], int], state: tuple[int, bool, bool], spent: int) -> None:
+    def reach(where: dict[_State, int], state: _State, spent: int) -> None:
         where[state] = min(spent, where.get(state, spent))
 
-    # Control runs forward but for the way back, so that one pass in order of address is enough.
     for at in range(first, last + 1):
-        if at in closed:
-            continue
         bundle = bundles[at]
+        if at in jumps:
+            behind, price = jumps[at]
+            for state, spent in ways.get(at, {}).items():
+                reach(ways.setdefault(behind, {}), state, spent + price)
+            continue
         size = 1 if bundle.target is None else 1 + DELAY_SLOTS
         run = bundles[at : at + size]
         for (copies, waited, multiplied), spent in ways.get(at, {}).items():
@@ -141,7 +151,7 @@ def cost(bundles: Sequence[Bundle], chunk_blocks: int) -> Cost:
                 waited or any(b.waits for b in run),
                 multiplied or any(b.multiplies for b in run),
             )
-            if state[0] > chunk_blocks:
+            if state[0] > most:
                 continue
             if bundle.target == first:
                 reach(ends, state, spent + size)
@@ -149,10 +159,41 @@ def cost(bundles: Sequence[Bundle], chunk_blocks: int) -> Cost:
                 reach(ways.setdefault(bundle.target, {}), state, spent + size)
             if not bundle.always:
                 reach(ways.setdefault(at + size, {}), state, spent + size)
-    try:
-        return Cost(ends[chunk_blocks, True, True], ends[0, True, True])
-    except KeyError:
-        raise ValueError(f"no way round the loop starts {chunk_blocks} copies and multiplies") from None
+    return ends
+
+
+def cost(bundles: Sequence[Bundle], chunk_blocks: int, plain_trips: int = 1) -> Cost:
+    """Cost of a chunk and of a row.
+
+    Args:
+        bundles: From `parse`.
+        chunk_blocks: Copies that bring one chunk.
+        plain_trips: How often loops go round that neither copy nor multiply: those that lay queries and outputs in
+            order.
+
+    Raises:
+        ValueError: No way round the loop starts that many copies.
+    """
+    first, last = chunk_loop(bundles)
+    # Loops inside copy or await a row's last chunk block by block; a whole chunk passes them by.
+    inner = [(a, b) for a, b in loops(bundles) if (a, b) != (first, last)]
+    never = 1 << 40
+    within = {a: (b + 1, never) for a, b in inner if first <= a and b <= last}
+    ends = _ways_round(bundles, first, last, within, chunk_blocks)
+    if not {(chunk_blocks, True, True), (0, True, True)} <= ends.keys():
+        raise ValueError(f"no way round the loop starts {chunk_blocks} copies and multiplies")
+    around = [(b - a, a, b) for a, b in inner if a < first and last < b]
+    row = 0
+    if around:
+        _, begin, end = min(around)
+        about = {first: (last + 1, -never)}
+        for a, b in inner:
+            if begin < a and b < end and (b < first or last < a):
+                moves = any(x.copies or x.waits for x in bundles[a : b + 1])
+                about[a] = (b + 1, never if moves else (b - a + 1) * plain_trips)
+        # The chunk loop was paid with -never: a way that went through it is below nothing.
+        row = min(_ways_round(bundles, begin, end, about, never).values()) + never
+    return Cost(ends[chunk_blocks, True, True], ends[0, True, True], row)
 
 
 def floor_cycles(num_bytes: int, target: str) -> float:
@@ -171,33 +212,73 @@ def floor_cycles(num_bytes: int, target: str) -> float:
 
 
 def measure(
-    target: str, heads: tuple[int, int, int], block_size: int, dtype: str, dump: Path
+    target: str, heads: tuple[int, int, int], block_size: int, dtype: str, kind: str, dump: Path
 ) -> dict[str, Any]:
-    """Compile the decode kernel of one shape and count; libtpu must have been told to dump into `dump`."""
+    """Compile one kernel of one shape and count; libtpu must have been told to dump into `dump`.
+
+    Args:
+        kind: "decode", "prefill" (tiles of up to 128 queries) or "short" (up to 16 queries).
+    """
     from pagedjax.kernels import aot
-    from pagedjax.kernels.plan import CHUNK_TOKENS
+    from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, Sizes, Tiling, chip
 
     for file in dump.glob("*"):
         file.unlink()
     geometry = aot.Geometry(*heads, block_size, dtype)
-    aot.compile_attention(target, geometry)
-    listings = [f for f in dump.glob("*paged_decode*final_bundles.txt") if "analysis" not in f.name]
+    layout, tiling = geometry.layout(), Tiling()
+    if kind == "decode":
+        aot.compile_attention(target, geometry)
+    else:
+        aot.compile_attention(target, geometry, num_decodes=0, prefill_tokens=4 * tiling.tile_queries)
+    name = {"short": "paged_prefill_short"}.get(kind, f"paged_{kind}")
+    listings = [
+        file
+        for file in dump.glob(f"*-{name}*final_bundles.txt")
+        if re.search(rf"-{name}(\.\d+)?-\d+-final", file.name)
+    ]
     if len(listings) != 1:
-        raise ValueError(f"{len(listings)} listings of the decode kernel in {dump}: must be one")
-    found = cost(parse(listings[0].read_text()), CHUNK_TOKENS // block_size)
-    layout = geometry.layout()
-    chunk_bytes = layout.num_bytes // (layout.num_blocks * block_size) * CHUNK_TOKENS
-    floor = floor_cycles(chunk_bytes, target)
-    return {
+        raise ValueError(f"{len(listings)} listings of the {kind} kernel in {dump}: must be one")
+    chunk = tiling.chunk(layout)
+    bundles = parse(listings[0].read_text())
+    queries = {"decode": 1, "short": SHORT_QUERIES}.get(kind, 0)
+    if not queries:  # what the kernel chooses for this chip
+        with aot.tracing_for(target):
+            queries = Sizes(layout, heads[0], False, tiling, chip()).tile_queries(4 * tiling.tile_queries)
+    found = cost(bundles, chunk // block_size, max(1, queries // SHORT_QUERIES))
+    chunk_bytes = layout.num_bytes // (layout.num_blocks * block_size) * chunk
+    floor = floor_cycles(chunk_bytes, target) * 256 / chunk
+    row: dict[str, Any] = {
         "target": target,
         "shape": str(geometry),
-        "tokens": CHUNK_TOKENS,
-        "bundles": found.total,
-        "work": found.work,
-        "copies": found.copies,
+        "kind": kind,
+        "chunk_tokens": chunk,
+        "queries": queries,
+        "bundles": round(found.total * 256 / chunk),
+        "work": round(found.work * 256 / chunk),
+        "copies": round(found.copies * 256 / chunk),
+        "per_row": found.row,
         "hbm_floor_cycles": round(floor),
-        "of_floor": found.total / floor,
+        "of_floor": found.total * 256 / chunk / floor,
     }
+    if kind == "prefill":
+        row["bundles_per_32_queries"] = round(found.total * 256 / chunk * 32 / queries)
+    if public := PUBLIC.get(heads, {}).get(kind):
+        row["public_kernel"] = public
+    return row
+
+
+def _text(row: dict[str, Any]) -> str:
+    text = (
+        "{target} {shape}, {kind}: {bundles} bundles per 256 keys ({work} work, {copies} copies), HBM floor "
+        "{hbm_floor_cycles} cycles ({of_floor:.0%} of it); {per_row} per row".format(**row)
+    )
+    if row["kind"] != "decode":
+        text += f" of {row['queries']} queries"
+    if "bundles_per_32_queries" in row:
+        text += f"; {row['bundles_per_32_queries']} per 32 queries x 256 keys"
+    if "public_kernel" in row:
+        text += f"; the public kernel {row['public_kernel']}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +288,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", nargs=3, type=int, action="append", metavar=("N", "K", "H"))
     parser.add_argument("--block-size", type=int, action="append")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=("decode", "prefill", "short"),
+        help="Repeatable.  [default: decode]",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     shapes = args.heads or [[32, 8, 128], [9, 3, 64]]
@@ -217,13 +304,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         for heads in shapes:
             for block_size in args.block_size or [16, 64, 128]:
-                rows.append(measure(args.target, tuple(heads), block_size, args.dtype, Path(folder)))
-                if not args.json:
-                    print(
-                        "{target} {shape}: {bundles} bundles per {tokens} tokens ({work} work, {copies} copies), "
-                        "HBM floor {hbm_floor_cycles} cycles ({of_floor:.0%} of it)".format(**rows[-1]),
-                        flush=True,
-                    )
+                for kind in args.kind or ["decode"]:
+                    row = measure(args.target, tuple(heads), block_size, args.dtype, kind, Path(folder))
+                    rows.append(row)
+                    if not args.json:
+                        print(_text(row), flush=True)
     if args.json:
         print(json.dumps(rows, indent=2))
     return 0

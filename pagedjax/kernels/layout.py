@@ -13,6 +13,7 @@ then its V heads, then padding up to whole 128-lane vectors:
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,12 +213,32 @@ class RaggedBatch:
         return by_window.get(window, by_window[None])
 
 
+def _device() -> Any:
+    """What is being traced for: an abstract mesh's device, else the first one."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+
+
 def device_class() -> str:
-    """What is being traced for: "tpu", "hopper", "gpu" or "cpu"; an abstract mesh's device, else the first one."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        return str(device.platform)
-    return "hopper" if any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")) else "gpu"
+    """What is being traced for: "tpu", "gpu" or "cpu"."""
+    platform = str(_device().platform)
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the NVIDIA GPU that is traced for, (major, minor); None elsewhere."""
+    said = getattr(_device(), "compute_capability", None)
+    if device_class() != "gpu" or not re.fullmatch(r"\d+\.\d+[a-z]?", str(said)):
+        return None
+    major, minor = str(said).rstrip("abcdefghijklmnopqrstuvwxyz").split(".")
+    return int(major), int(minor)
+
+
+def describe_device() -> str:
+    """What is being traced for, for messages."""
+    capability = compute_capability()
+    return f"platform={device_class()}" + (
+        "" if capability is None else f", compute capability {capability[0]}.{capability[1]}"
+    )
 
 
 def known_layer(layout: KVLayout, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:

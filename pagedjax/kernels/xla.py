@@ -101,11 +101,7 @@ def assemble(
     shape = (T + spare, K, N // K)
     state = no_state(shape, H)
     if Sd:
-        part = decode()
-        work = ragged.decode_list(params.window)
-        if work.group_row.shape[0]:
-            shared = _shared(scaled_queries(q[:Sd], pool, params.scale), pool, layer, ragged, work, params)
-            part = _merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
+        part = with_groups(decode(), q, pool, layer, ragged, params)
         state = _over(state, part) if Sd < T + spare else part
     if ragged.tile_queries:
         state = tiles(state)
@@ -114,6 +110,18 @@ def assemble(
     live = jnp.arange(T) < ragged.query_start_loc[-1]
     out = jnp.where(live[:, None, None], out, 0)
     return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
+
+
+def with_groups(
+    part: State, q: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: Params
+) -> State:
+    """The state of the decode rows, their groups' shared chunks joined."""
+    work = ragged.decode_list(params.window)
+    if not work.group_row.shape[0]:
+        return part
+    queries = scaled_queries(q[: ragged.decode_bucket], pool, params.scale)
+    shared = _shared(queries, pool, layer, ragged, work, params)
+    return _merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
 
 
 def _over(state: State, part: State) -> State:
@@ -126,7 +134,7 @@ def finalise(
     acc: jax.Array, m: jax.Array, l: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Divides acc f32[T, N, H] by the sum of exponentials l f32[T, N] at maximum m, sinks joined."""
-    seen = _seen(m, l)
+    seen = seen_any(m, l)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :], m.shape)
         top = jnp.maximum(m, sink)
@@ -139,7 +147,7 @@ def finalise(
     return out, jnp.where(has_sum, m + jnp.log(jnp.where(has_sum, l, 1)), -jnp.inf)
 
 
-def _seen(m: jax.Array, l: jax.Array) -> jax.Array:
+def seen_any(m: jax.Array, l: jax.Array) -> jax.Array:
     """Whether a state has met a key. A NaN among scores is one; devices differ in whether their maximum keeps it."""
     return (m != NEG) | jnp.isnan(l)
 
@@ -315,7 +323,7 @@ def _shared(
 def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> State:
     """One partial state from those along axis 1; a part with m = NEG counts nothing."""
     top = m.max(axis=1)
-    weight = jnp.where(_seen(m, l), jnp.exp(m - top[:, None]), 0)
+    weight = jnp.where(seen_any(m, l), jnp.exp(m - top[:, None]), 0)
     return (weight[..., None] * acc).sum(axis=1), top, (weight * l).sum(axis=1)
 
 

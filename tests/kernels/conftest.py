@@ -180,14 +180,30 @@ def build():
 # The large table and what is only interpreted here compile in a hurry (QUICK); named cases of what runs on CPUs do not.
 
 
+@functools.cache
+def teach_mma() -> None:
+    """Gives Pallas' GPU interpreter a rule for `mma`, which jax 0.12 has none for: a product in float32."""
+    from jax._src.interpreters import mlir
+    from jax._src.pallas.mosaic_gpu.primitives import mma_p
+
+    def product(acc, a, b):
+        return acc + jnp.dot(a, b, preferred_element_type=acc.dtype, precision=jax.lax.Precision.HIGHEST)
+
+    mlir.register_lowering(mma_p, mlir.lower_fun(product, multiple_results=False), platform="cpu")
+
+
 @pytest.fixture(scope="session")
 def interpreted():
     """Implementations of devices that are not here, in Pallas' interpreters."""
-    from pagedjax.kernels import pallas_mosaic, pallas_tpu
+    from pagedjax.kernels import pallas_mma, pallas_mosaic, pallas_tpu
 
-    found = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True)}
+    # Small pieces, so that a few dozen tokens are several of each.
+    tiling = pallas_tpu.Tiling(chunk_tokens=32, tile_queries=16)
+    found = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True, tiling=tiling)}
     if GPU_INTERPRETER is not None:
+        teach_mma()
         found["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, interpret=GPU_INTERPRETER())
+        found["pallas_mma"] = functools.partial(pallas_mma.attend, interpret=GPU_INTERPRETER())
     return found
 
 

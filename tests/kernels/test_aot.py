@@ -42,6 +42,33 @@ def test_mixed_step_with_window_and_cap_compiles_for_a_tpu():
     assert report.in_place, report
 
 
+@needs("v5e")
+def test_F062_a_mixed_step_takes_no_padding():
+    """64 decodes and 448 prefill tokens: 485 MiB of temporaries before queries and outputs came by DMA."""
+    report = aot.compile_attention(
+        "v5e", aot.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=64, prefill_tokens=448
+    )
+    assert report.in_place and report.temp_bytes < 8 << 20, report
+
+
+@pytest.mark.parametrize("rows, context", [pytest.param(32, 131_072, marks=pytest.mark.full), (256, 32_768)])
+@needs("v5e")
+def test_F061_long_tables_compile(rows, context):
+    report = aot.compile_attention(
+        "v5e", aot.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=rows, context_tokens=context
+    )
+    assert report.in_place, report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", targets(tuple(t for t in aot.TARGETS if aot.TARGETS[t].platform == "tpu")))
+@pytest.mark.parametrize("heads, dtype", [((32, 32, 128), "float32"), ((64, 64, 128), "bfloat16")], ids=str)
+def test_F061_wide_heads_compile_on_every_tpu(target, heads, dtype):
+    """Their buffers are over the 16 MiB that a kernel may use by default: the limit is set from the chip."""
+    report = aot.compile_attention(target, aot.Geometry(*heads, 16, dtype), prefill_tokens=64)
+    assert report.num_kernels >= 2 and report.kernel_bytes < report.limits.on_chip_bytes, report
+
+
 @needs("h100")
 def test_mixed_step_of_wide_heads_compiles_for_hopper():
     geometry = aot.Geometry(8, 1, 256, 16, "bfloat16")
@@ -67,7 +94,10 @@ def test_geometries(target, dtype, heads):
 
 def test_the_tables_are_as_large_as_they_should_be():
     counts = {target: len(set(aot.geometries(target))) for target in aot.TARGETS}
-    assert counts == {"v5e": 84, "v6e": 28, "v4": 28, "v5p": 28, "tpu7x": 28, "h100": 56}
+    assert counts == {
+        "v5e": 84, "v6e": 28, "v4": 28, "v5p": 28, "tpu7x": 28,
+        "h100": 56, "a100": 28, "rtx4090": 28, "l4": 8, "b200": 8,
+    }  # fmt: skip
     assert any(geometry.head_dim == 256 for geometry in aot.geometries("h100"))
 
 
@@ -101,6 +131,39 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_refused():
         aot.compile("too much", "h100", call, (jax.ShapeDtypeStruct((128,), jnp.float32),))
 
 
+@needs("a100")
+@pytest.mark.parametrize("target", ["a100", "rtx4090"])
+def test_blocks_come_by_cp_async_before_hopper(target):
+    geometry = aot.Geometry(*SMOLLM, 16, "bfloat16")
+    report = aot.compile_attention(target, geometry, prefill_tokens=64, window=100, soft_cap=30.0)
+    assert report.in_place, report
+    assert "cp.async.c" in report.hlo and "mma.sync" in report.hlo
+    assert "cp.async.bulk" not in report.hlo and "wgmma" not in report.hlo
+
+
+@needs("a100")
+@pytest.mark.parametrize("target, implementation", [("a100", "pallas_mosaic"), ("b200", "pallas_mosaic")])
+def test_wgmma_is_refused_where_there_is_none(target, implementation):
+    fn, args = aot.attention_step(
+        aot.Geometry(*SMOLLM, 16, "bfloat16").layout(), 9, implementation=implementation
+    )
+    with pytest.raises(NotImplementedError, match=r"compute capability \d+\.0: must be a Hopper GPU"):
+        aot.compile("wgmma", target, fn, args)
+
+
+def test_later_gpus_are_refused_by_name():
+    """12.x: Mosaic lowers, and ptxas is asked for another target than the code is for."""
+    chip = aot.AbstractGpu(device_kind="NVIDIA GeForce RTX 5090", num_cores=170, platform="gpu")
+    object.__setattr__(chip, "compute_capability", "12.0")
+    fn, args = aot.attention_step(
+        aot.Geometry(*SMOLLM, 16, "bfloat16").layout(1 << 20), 9, implementation="pallas_mma"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    reason = r"compute capability 12\.0: must be .* 8\.0 to 10\.x; use 'xla'"
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(fn, *args)
+
+
 @needs("v5e")
 def test_a_program_that_needs_too_much_hbm_is_refused():
     half = jax.ShapeDtypeStruct((9 << 28,), jnp.float32)
@@ -128,7 +191,10 @@ def test_a_copied_pool_is_seen():
 
 
 def test_unknown_targets_are_refused():
-    with pytest.raises(ValueError, match="target='v7x': must be one of v4, v5p, v5e, v6e, tpu7x, h100"):
+    with pytest.raises(
+        ValueError,
+        match="target='v7x': must be one of v4, v5p, v5e, v6e, tpu7x, h100, a100, l4",
+    ):
         aot.compile("x", "v7x", lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 

@@ -67,11 +67,14 @@ AXES_OF = {
     "pallas_tpu": AXES | {"head_dim": [64, 80, 256], "block_size": [8, 16], "dtype": ["float32", "bfloat16"]},
     "pallas_mosaic": AXES
     | {"head_dim": [64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},
+    "pallas_mma": AXES
+    | {"head_dim": [64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},
 }
 if native.compiler():
     native.load()
 ABSENT = {
     "pallas_mosaic": not hasattr(plgpu, "InterpretGPUParams"),
+    "pallas_mma": not hasattr(plgpu, "InterpretGPUParams"),
     "native": native.compiler() is None,
 }
 JUDGED = [name for name in IMPLEMENTATIONS if not ABSENT.get(name)]
@@ -84,7 +87,7 @@ needs_gpu_interpreter = pytest.mark.skipif(
 
 def dtype_of(implementation: str) -> str:
     """The pool dtype of the small named cases: the most exact that the kernel takes."""
-    return "float16" if implementation == "pallas_mosaic" else "float32"
+    return "float16" if implementation in ("pallas_mosaic", "pallas_mma") else "float32"
 
 
 @pytest.mark.skipif(ABSENT["native"], reason="native is not judged: no C++ compiler here")
@@ -94,7 +97,7 @@ def test_the_native_kernel_is_in_the_table():
 
 @needs_gpu_interpreter
 def test_the_gpu_kernel_is_in_the_table():
-    assert "pallas_mosaic" in {name for name, _ in PAIRWISE}
+    assert {"pallas_mosaic", "pallas_mma"} <= {name for name, _ in PAIRWISE}
 
 
 def run_case(build, check, implementation, case):
@@ -130,7 +133,7 @@ HANDS = list(itertools.product(AXES["window"], AXES["soft_cap"]))
 def dealt(implementation: str, hand: int, heads: tuple[int, int], head_dim: int) -> list[tuple]:
     """What one hand of the product has of these heads: values of PRODUCT."""
     cases = []
-    if implementation == "pallas_mosaic" and head_dim % 16:
+    if implementation in ("pallas_mosaic", "pallas_mma") and head_dim % 16:
         return cases
     for b, block_size in enumerate(AXES["block_size"]):
         if implementation.startswith("pallas") and block_size < 8:
@@ -171,7 +174,7 @@ def test_equals_oracle_full(build, check_variants, implementation, hand, heads, 
     """A program per (block size, dtype): all rows, the decode rows and the longer rows, with sinks and without."""
     cases = dealt(implementation, hand, heads, head_dim)
     if not cases:
-        pytest.skip("pallas_mosaic takes head dims that are multiples of 16")
+        pytest.skip(f"{implementation} takes head dims that are multiples of 16")
     for case, same in itertools.groupby(cases, key=lambda case: case[:-1]):
         spec = dict(zip(PRODUCT, case))
         rows = rows_of("mixed", spec["block_size"])
@@ -179,7 +182,9 @@ def test_equals_oracle_full(build, check_variants, implementation, hand, heads, 
         chunk = max(32 if implementation == "pallas_tpu" else 64, spec["block_size"])
         step = build(*rows, chunk_tokens=chunk, **spec)
         sinks = [np.linspace(-2, 2, heads[0]) if given else None for *_, given in same]
-        check_variants(step, implementation, sinks, parts=implementation != "pallas_mosaic")
+        check_variants(
+            step, implementation, sinks, parts=implementation not in ("pallas_mosaic", "pallas_mma")
+        )
     jax.clear_caches()
 
 
@@ -267,6 +272,14 @@ def test_B069_resuming_behind_cached_blocks(build, check):
     step = build([5], [13], block_size=4, table_seed=3)
     assert step.tables[0, :4].tolist() != [1, 2, 3, 4]
     check(step)
+
+
+@pytest.mark.parametrize("implementation", JUDGED)
+def test_F062_rows_of_a_few_queries_beside_long_ones(build, check, implementation):
+    lens = [1, 1, 2, 5, 16, 17]
+    seq_lens = [40, 0, 2, 60, 16, 130]
+    buckets = (sum(lens), len(lens), 4)
+    check(build(lens, seq_lens, buckets=buckets, dtype=dtype_of(implementation), window=45), implementation)
 
 
 def test_one_decode_row_and_no_decode_rows(build, check):

@@ -201,16 +201,16 @@ def test_F065_a_nan_in_a_shared_prefix_reaches_its_rows_alone(build):
     assert np.isfinite(out[2:]).all() and np.isfinite(lse[2:]).all()
 
 
-def test_F066_x64_changes_nothing(build, implementation):
+def test_F066_x64_changes_nothing(build, implementation, oracle):
     step = small(build, implementation, soft_cap=5.0, window=30)
-    want = output(step, implementation)()
-    numbers = [float, np.float64] if implementation in ("xla", "native") else [np.float64]
-    for number in numbers:
+    want, _ = step.expected(oracle)
+    tolerance = 2e-6 if step.pool.layout.dtype == "float32" else 5e-4
+    # One kind of number is enough for interpreted kernels: they are given the same Python float.
+    for number in (float, np.float64) if implementation in ("xla", "native") else (np.float64,):
         params = dict(scale=number(step.params["scale"]), window=np.int64(30), soft_cap=number(5.0))
         with jax.enable_x64(True):
-            got = output(step, implementation, **params)()
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+            out, _ = output(step, implementation, **params)()
+        np.testing.assert_allclose(out, want, rtol=tolerance, atol=tolerance)
 
 
 def test_F066_writes_and_copies_under_x64():

@@ -9,7 +9,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import paged_attention, pallas_tpu
+from pagedjax.kernels import KVLayout, paged_attention, pallas_tpu, tpu_sizes
+
+TILING = pallas_tpu.Tiling(chunk_tokens=32, tile_queries=32)
 
 
 def race_found(call):
@@ -29,7 +31,7 @@ def run(step, interpret):
 
     @jax.jit
     def attend(q, pool, ragged):
-        return pallas_tpu.attend(q, pool, step.layer, ragged, interpret=interpret, **params)
+        return pallas_tpu.attend(q, pool, step.layer, ragged, interpret=interpret, tiling=TILING, **params)
 
     q = jnp.asarray(step.q.astype(step.pool.data.dtype))
     return np.asarray(attend(q, step.pool, jax.tree.map(jnp.asarray, step.ragged))[0], np.float64)
@@ -76,11 +78,56 @@ def test_groups_merge_on_the_tpu_path_too(build, oracle):
     np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
 
 
+def test_F061_tables_beyond_smem_are_worked_in_groups_of_rows(build, oracle, monkeypatch):
+    """Two groups of two rows: decode rows in both, a tile in the last."""
+    chip = tpu_sizes.Chip(128 << 20, 350)
+    monkeypatch.setattr(pallas_tpu, "chip", lambda interpret: chip)
+    step = build([1, 1, 1, 5], [70, 0, 41, 9], heads=(2, 1), head_dim=16, table_width=30, buckets=(8, 4, 3))
+    assert tpu_sizes.Sizes(step.pool.layout, 2, False, TILING, chip).rows_at_once(30) == 2
+    out = run(step, True)
+    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=2e-6, rtol=2e-6)
+
+
+def test_F062_whole_tiles_and_short_entries(build, oracle):
+    """Queries in tiles of 32, in entries of 16, and both of one row; the last ones reach the end of the bucket."""
+    lens = [1, 5, 16, 17, 50]
+    step = build(lens, [40, 60, 16, 130, 81], heads=(2, 1), buckets=(sum(lens), len(lens), 4), window=45)
+    out = run(step, True)
+    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=2e-6, rtol=2e-6)
+
+
+def test_F061_what_does_not_fit_is_refused_while_tracing(build, monkeypatch):
+    step = build([1, 5], [40, 50])
+    for chip, message in (
+        (tpu_sizes.Chip(128 << 20, 30), "block_tables of 4 blocks a row: must fit 0 KiB of SMEM; use 'xla'"),
+        (
+            tpu_sizes.Chip(64 << 10, 1 << 20),
+            "float32, 6 query heads of 32, blocks of 16: buffers of .* must fit 60%",
+        ),
+    ):
+        monkeypatch.setattr(pallas_tpu, "chip", lambda interpret, chip=chip: chip)
+        with pytest.raises(NotImplementedError, match=message):
+            run(step, True)
+
+
+def test_tiles_shrink_to_the_chip():
+    layout = KVLayout(1, 100, 16, 8, 128, "bfloat16")
+    tiles = {
+        mib: tpu_sizes.Sizes(
+            layout, 32, True, tpu_sizes.Tiling(), tpu_sizes.Chip(mib << 20, 1 << 20)
+        ).tile_queries(512)
+        for mib in (16, 64, 128)
+    }
+    assert tiles == {16: 32, 64: 128, 128: 128}
+    with pytest.raises(ValueError, match="tile_queries=24: must be a power of two of at least 16"):
+        tpu_sizes.Tiling(tile_queries=24)
+
+
 def test_refusals_name_the_limit(build):
     interpreted = functools.partial(run, interpret=True)
     with pytest.raises(NotImplementedError, match="dtype=float16: must be float32 or bfloat16"):
         interpreted(build([1], [5], dtype="float16"))
-    with pytest.raises(NotImplementedError, match="block_size=4: must be between 8 and chunk_tokens=32"):
+    with pytest.raises(NotImplementedError, match="block_size=4: must be at least 8"):
         interpreted(build([1], [5], block_size=4))
     step = build([1], [5])
     with pytest.raises(NotImplementedError, match="pallas_tpu: platform=cpu: must be a TPU"):

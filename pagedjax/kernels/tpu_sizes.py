@@ -1,0 +1,184 @@
+"""Sizes of the TPU kernels' pieces, and whether they fit a chip: decided while tracing, before a compiler is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pagedjax.kernels import xla
+from pagedjax.kernels.layout import LANES, KVLayout
+
+SUBLANES = 8
+# Keys and values of one chunk: long enough a transfer to hide a chunk's overhead behind it.
+CHUNK_BYTES = 1 << 20
+# Copies of one chunk are written out one after the other in the program.
+CHUNK_COPIES = 64
+# Queries of a short prefill entry, and those that lie side by side per head (a bfloat16 tile).
+SHORT_QUERIES = 16
+# Of what is left of a row behind its whole tiles, as much is worked as short entries.
+LEFT_AT_MOST = 48
+# Of VMEM, what a kernel may plan for: the rest is the compiler's own (spilled registers, scratch of relayouts).
+VMEM_SHARE = 0.6
+# Of SMEM, what block tables of one call may take.
+SMEM_SHARE = 0.875
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a kernel's pieces, where they are not to follow from the chip and the shape.
+
+    Attributes:
+        chunk_tokens: Keys of one chunk, a power of two of at least one block; None takes about 1 MiB of the pool.
+        tile_queries: Most queries of a prefill entry, a power of two of at least 16.
+    """
+
+    chunk_tokens: int | None = None
+    tile_queries: int = 128
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_tokens", 1), ("tile_queries", SHORT_QUERIES)):
+            value = getattr(self, name)
+            if value is not None and (value < least or value & (value - 1)):
+                raise ValueError(f"{name}={value}: must be a power of two of at least {least}")
+
+    def chunk(self, layout: KVLayout) -> int:
+        """Keys of one chunk of this pool, whole blocks."""
+        most = CHUNK_BYTES // (layout.width * jnp.dtype(layout.dtype).itemsize)
+        most = min(1 << (max(1, most).bit_length() - 1), CHUNK_COPIES * layout.block_size)
+        return max(self.chunk_tokens or most, layout.block_size)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What of a TPU core decides what fits: VMEM and SMEM in bytes."""
+
+    vmem_bytes: int
+    smem_bytes: int
+
+
+def chip(interpret: Any = False) -> Chip:
+    """The chip that is traced for; v5e where the kernel is interpreted."""
+    if interpret:
+        return Chip(128 << 20, 1 << 20)
+    info = pltpu.get_tpu_info()
+    return Chip(info.vmem_capacity_bytes, info.smem_capacity_bytes)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a compiled kernel is specialised on."""
+
+    block_size: int
+    chunk_blocks: int
+    table_width: int
+    kv_width: int
+    head_dim: int
+    num_heads: int
+    heads_per_kv: int
+    tile: int  # queries of an entry; 0 is a decode entry, its heads on a diagonal
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: bool
+
+    @property
+    def chunk(self) -> int:
+        return self.chunk_blocks * self.block_size
+
+    @property
+    def padded_heads(self) -> int:
+        return -(-self.num_heads // SUBLANES) * SUBLANES
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """(parts, rows of a part, lanes of a row) of what is multiplied and summed."""
+        if not self.tile:
+            return 1, -(-self.num_heads // 16) * 16, self.kv_width
+        return self.num_heads // self.heads_per_kv, self.tile * self.heads_per_kv, self.head_dim
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What fits together of one attention on one chip."""
+
+    layout: KVLayout
+    num_heads: int
+    sinks: bool
+    tiling: Tiling
+    chip: Chip
+
+    def shape(self, table_width: int, tile: int, params: xla.Params) -> Shape:
+        layout = self.layout
+        return Shape(
+            layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
+            layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
+            params.scale, params.window, params.soft_cap, self.sinks and tile > 0,
+        )  # fmt: skip
+
+    def rows_at_once(self, table_width: int) -> int:
+        """Rows whose tables fit SMEM beside the entries' own scalars, eight a row at most.
+
+        Raises:
+            NotImplementedError: One row's table does not fit.
+        """
+        most = int(self.chip.smem_bytes * SMEM_SHARE / 4) // (table_width + 8)
+        if most < 1:
+            raise NotImplementedError(
+                f"block_tables of {table_width} blocks a row: must fit {self.chip.smem_bytes >> 10} KiB of SMEM; "
+                "use 'xla'"
+            )
+        return most
+
+    def tile_queries(self, num_tokens: int) -> int:
+        """Queries of a prefill entry: as many as VMEM has room for, no more than the tiling's and the bucket's.
+
+        Raises:
+            NotImplementedError: Not even a short entry fits.
+        """
+        tile = min(self.tiling.tile_queries, max(SHORT_QUERIES, 1 << (num_tokens - 1).bit_length()))
+        params = xla.Params(1.0, None, None)
+        while tile > SHORT_QUERIES and self.vmem_bytes(self.shape(1, tile, params)) > self._room:
+            tile //= 2
+        self.vmem_limit_bytes(self.shape(1, tile, params))
+        return tile
+
+    @property
+    def _room(self) -> int:
+        return int(self.chip.vmem_bytes * VMEM_SHARE)
+
+    def vmem_bytes(self, shape: Shape) -> int:
+        """VMEM of one call: its scratch, its blocks twice, and one part's scores three times."""
+        item = jnp.dtype(self.layout.dtype).itemsize
+        parts, rows, lanes = shape.state
+
+        def tiled(rows: int, columns: int, itemsize: int) -> int:
+            sublanes = SUBLANES * 4 // itemsize
+            return -(-rows // sublanes) * sublanes * -(-columns // LANES) * LANES * itemsize
+
+        total = 2 * shape.chunk * self.layout.width * item
+        total += parts * (2 * tiled(rows, LANES, 4) + tiled(rows, lanes, 4)) + 3 * tiled(rows, shape.chunk, 4)
+        if not shape.tile:
+            return total + 2 * (
+                tiled(rows, lanes, item) + tiled(rows, shape.head_dim, 4) + tiled(rows, LANES, 4)
+            )
+        total += 3 * shape.tile * tiled(shape.num_heads, lanes, item) + parts * tiled(rows, lanes, item)
+        total += tiled(shape.tile * shape.padded_heads, lanes, 4) + 2 * tiled(parts, rows, 4)
+        return total + (parts * tiled(rows, LANES, 4) if shape.sinks else 0)
+
+    def vmem_limit_bytes(self, shape: Shape) -> int:
+        """What the compiler may use.
+
+        Raises:
+            NotImplementedError: The kernel's buffers do not fit the chip.
+        """
+        need = self.vmem_bytes(shape)
+        if need > self._room:
+            raise NotImplementedError(
+                f"{self.layout.dtype}, {self.num_heads} query heads of {self.layout.head_dim}, blocks of "
+                f"{self.layout.block_size}: buffers of {need / 2**20:.1f} MiB must fit {VMEM_SHARE:.0%} of "
+                f"{self.chip.vmem_bytes >> 20} MiB of VMEM; use 'xla'"
+            )
+        return min(self.chip.vmem_bytes, max(16 << 20, int(need / VMEM_SHARE)))

@@ -1,0 +1,69 @@
+"""The `mma` kernel in Pallas' GPU interpreter: races on its TMA form, and what it refuses.
+
+What is interpreted is the form with barriers; cp.async, the bare warpgroup barrier and operands in registers are
+compiled alone (test_aot.py).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.kernels import paged_attention, pallas_mma
+from pagedjax.kernels.gpu_rows import SUBLANES, Shape
+
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter of GPU kernels"
+)
+
+
+def run(step, interpret):
+    params = {"window": None, "soft_cap": None, "sinks": None, **step.params}
+
+    @jax.jit
+    def attend(q, pool, ragged):
+        return pallas_mma.attend(q, pool, step.layer, ragged, interpret=interpret, **params)
+
+    q = jnp.asarray(step.q.astype(step.pool.data.dtype))
+    return np.asarray(attend(q, step.pool, jax.tree.map(jnp.asarray, step.ragged))[0], np.float64)
+
+
+@pytest.mark.slow
+@needs_interpreter
+@pytest.mark.usefixtures("interpreted")
+def test_no_race_on_the_way_through_shared_memory(build, oracle):
+    """Three stages' worth of keys, so that a buffer is used again; queries give way to probabilities."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    step = build([1, 9], [250, 140], window=180, chunk_tokens=256, dtype="float16")
+    out = run(step, plgpu.InterpretGPUParams(detect_races=True))
+    np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=5e-4, rtol=5e-4)
+
+
+def test_key_tiles_follow_from_shared_memory():
+    """At head dim 256 two key tiles fit an A100 (163 KiB a program) and one an RTX 4090 (99)."""
+
+    def stages(head_dim, kib):
+        shape = Shape(16, 1, head_dim, 1, SUBLANES, 1, False, 1.0, None, None)
+        return pallas_mma._stages(shape, pallas_mma._Chip(False, kib << 10))
+
+    assert [stages(h, kib) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]
+
+
+def test_refusals_name_the_limit(build):
+    step = build([1], [5], dtype="float16")
+    reason = (
+        "jax .* must be 0.12" if jax.__version_info__ < (0, 12) else "platform=cpu: must be an NVIDIA GPU"
+    )
+    with pytest.raises(NotImplementedError, match=f"pallas_mma: {reason}"):
+        paged_attention(
+            jnp.asarray(step.q), step.pool, 0, step.ragged, scale=1.0, implementation="pallas_mma"
+        )
+    if jax.__version_info__ >= (0, 12):
+        interpreted = functools.partial(run, interpret=True)
+        with pytest.raises(
+            NotImplementedError, match=r"dtype=float32: must be bfloat16 or float16 \(mma rounds"
+        ):
+            interpreted(build([1], [5]))

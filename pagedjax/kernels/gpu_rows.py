@@ -27,7 +27,7 @@ Kernel = Callable[..., State]
 
 
 @dataclass(frozen=True)
-class Shape:
+class GpuShape:
     """What a compiled kernel is specialised on."""
 
     block_size: int

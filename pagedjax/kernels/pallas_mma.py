@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import xla
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, Shape, attend_rows, check
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check
 from pagedjax.kernels.layout import (
     KVLayout,
     KVPool,
@@ -38,7 +38,7 @@ _SHARED_KIB_ELSEWHERE = 99
 
 
 @dataclass(frozen=True)
-class _Chip:
+class _GpuChip:
     """What of a GPU decides how the kernel is made: how blocks come, and how many key tiles lie side by side."""
 
     tma: bool
@@ -82,18 +82,18 @@ def attend(
     return attend_rows(q, pool, layer, ragged, xla.Params(scale, window, soft_cap), sinks, call)
 
 
-def _chip(interpret: Any) -> _Chip:
+def _chip(interpret: Any) -> _GpuChip:
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(f"jax {jax.__version__}: must be 0.12 or later; use 'xla' here")
     if interpret:
-        return _Chip(True, _SHARED_KIB[9, 0] << 10)
+        return _GpuChip(True, _SHARED_KIB[9, 0] << 10)
     capability = compute_capability()
     # 12.x: Mosaic lowers, and ptxas is then asked for sm_120 where the code is for sm_120a.
     if capability is None or not 8 <= capability[0] < 11:
         raise NotImplementedError(
             f"{describe_device()}: must be an NVIDIA GPU of compute capability 8.0 to 10.x; use 'xla' here"
         )
-    return _Chip(capability[0] >= 9, _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10)
+    return _GpuChip(capability[0] >= 9, _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10)
 
 
 def _entries(
@@ -104,7 +104,7 @@ def _entries(
     causal: bool,
     pool: KVPool,
     rows: jax.Array,
-    chip: _Chip,
+    chip: _GpuChip,
     interpret: Any,
     scale: float,
     window: int | None,
@@ -119,7 +119,7 @@ def _entries(
     table, which, pos, first, stop = entry
     if window is not None:
         first = jnp.maximum(first, (pos + 1 - window) // KEYS * KEYS)
-    shape = Shape(layout.block_size, K, H, rows.shape[1], R, group, causal, scale, window, soft_cap)
+    shape = GpuShape(layout.block_size, K, H, rows.shape[1], R, group, causal, scale, window, soft_cap)
     W = table.shape[0]
     state = jax.ShapeDtypeStruct((W, K, ROWS), jnp.float32)
     return plgpu.kernel(
@@ -133,12 +133,12 @@ def _entries(
     )(table, which, pos, first, stop, rows.reshape(-1), q, pool.data)
 
 
-def _stages(shape: Shape, chip: _Chip) -> int:
+def _stages(shape: GpuShape, chip: _GpuChip) -> int:
     """Key tiles side by side: two, or one where shared memory has no room for more."""
     return 2 if _shared_bytes(shape, 2) <= chip.shared_bytes else 1
 
 
-def _shared_bytes(shape: Shape, stages: int) -> int:
+def _shared_bytes(shape: GpuShape, stages: int) -> int:
     """Shared memory of one program: keys and values, and queries or probabilities, 16 bits each."""
     H = shape.head_dim
     tiles = max(2 * stages * KEYS * H * 2, ROWS * H * 4)
@@ -147,14 +147,14 @@ def _shared_bytes(shape: Shape, stages: int) -> int:
 
 def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int]) -> int:
     """Shared memory that one program takes on such a GPU."""
-    shape = Shape(
+    shape = GpuShape(
         layout.block_size, layout.num_kv_heads, layout.head_dim, 1, SUBLANES, 1, False, 1.0, None, None
     )
-    chip = _Chip(capability[0] >= 9, _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10)
+    chip = _GpuChip(capability[0] >= 9, _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10)
     return _shared_bytes(shape, _stages(shape, chip))
 
 
-def _scratch(shape: Shape, dtype: Any, chip: _Chip) -> list[Any]:
+def _scratch(shape: GpuShape, dtype: Any, chip: _GpuChip) -> list[Any]:
     H, stages = shape.head_dim, _stages(shape, chip)
 
     def tiled(*dims: int) -> Any:
@@ -185,7 +185,7 @@ def _warpgroup_barrier(ctx: Any) -> None:
 def _kernel(
     table_ref: Any, which_ref: Any, pos_ref: Any, first_ref: Any, stop_ref: Any, rows_ref: Any, q_ref: Any,
     pool_ref: Any, o_ref: Any, m_ref: Any, l_ref: Any, kv_union: Any, q_union: Any, *barriers: Any,
-    shape: Shape, chip: _Chip,
+    shape: GpuShape, chip: _GpuChip,
 ) -> None:  # fmt: skip
     (k_smem, v_smem), o_smem = kv_union
     q_smem, p_smem = q_union
@@ -281,7 +281,7 @@ def _load(ref: Any, layout: Any) -> Any:
 
 
 def _clear_unseen_values(
-    v_smem: Any, slot: Any, start: Any, pos: Any, stop: Any, shape: Shape, dtype: Any, sync: Any
+    v_smem: Any, slot: Any, start: Any, pos: Any, stop: Any, shape: GpuShape, dtype: Any, sync: Any
 ) -> None:
     """Zeroes values that no row sees: those slots may hold NaN, and 0 * NaN is NaN."""
     unseen = start + KEYS > stop
@@ -302,7 +302,7 @@ def _clear_unseen_values(
 
 def _work_tile(
     queries: Any, k_smem: Any, v_smem: Any, p_smem: Any, slot: Any, start: Any, pos: Any, stop: Any,
-    state: Any, shape: Shape, sync: Any,
+    state: Any, shape: GpuShape, sync: Any,
 ) -> Any:  # fmt: skip
     """One online-softmax step over the key tile that begins at position `start`."""
     m, l, acc = state

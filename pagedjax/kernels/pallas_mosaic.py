@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pagedjax.kernels import xla
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, Shape, attend_rows, check
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check
 from pagedjax.kernels.layout import (
     KVLayout,
     KVPool,
@@ -102,7 +102,7 @@ def _entries(
     table, which, pos, first, stop = entry
     if window is not None:
         first = jnp.maximum(first, (pos + 1 - window) // KEYS * KEYS)
-    shape = Shape(
+    shape = GpuShape(
         layout.block_size, K, H, rows.shape[1], R, group, causal, scale, window, soft_cap
     )  # fmt: skip
     W = table.shape[0]
@@ -119,7 +119,7 @@ def _entries(
     )(table, which, pos, first, stop, rows.reshape(-1), q, pool.data)
 
 
-def _scratch(shape: Shape, dtype: Any) -> list[Any]:
+def _scratch(shape: GpuShape, dtype: Any) -> list[Any]:
     H, f32 = shape.head_dim, jnp.float32
     tiled = (plgpu.TilingTransform((SUBLANES, shape.swizzle // 2)), plgpu.SwizzleTransform(shape.swizzle))
     kv = plgpu.SMEM((_STAGES, KEYS, H), dtype, transforms=tiled)
@@ -137,7 +137,7 @@ def _scratch(shape: Shape, dtype: Any) -> list[Any]:
 
 def shared_memory_bytes(layout: KVLayout) -> int:
     """Shared memory that one program takes, barriers left out."""
-    shape = Shape(
+    shape = GpuShape(
         layout.block_size, layout.num_kv_heads, layout.head_dim, 1, SUBLANES, 1, False, 1.0, None, None
     )
     refs = [ref for ref in _scratch(shape, jnp.dtype(layout.dtype)) if not isinstance(ref, plgpu.Barrier)]
@@ -147,7 +147,7 @@ def shared_memory_bytes(layout: KVLayout) -> int:
 def _kernel(
     table_ref: Any, which_ref: Any, pos_ref: Any, first_ref: Any, stop_ref: Any, rows_ref: Any, q_ref: Any,
     pool_ref: Any, o_ref: Any, m_ref: Any, l_ref: Any, q_smem: Any, union: Any, p_smem: Any, m_smem: Any,
-    l_smem: Any, q_barrier: Any, kv_barriers: Any, *, shape: Shape,
+    l_smem: Any, q_barrier: Any, kv_barriers: Any, *, shape: GpuShape,
 ) -> None:  # fmt: skip
     (k_smem, v_smem), o_smem = union
     w, head = lax.axis_index("entry"), lax.axis_index("head")
@@ -206,7 +206,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _clear_unseen_values(v_smem: Any, slot: Any, start: Any, pos: Any, stop: Any, shape: Shape) -> None:
+def _clear_unseen_values(v_smem: Any, slot: Any, start: Any, pos: Any, stop: Any, shape: GpuShape) -> None:
     """Zeroes values that no row sees: those slots may hold NaN, and 0 * NaN is NaN.
 
     Only the tiles at either end have such slots, so that the others do not pay for the pass.
@@ -230,7 +230,7 @@ def _clear_unseen_values(v_smem: Any, slot: Any, start: Any, pos: Any, stop: Any
 
 def _work_tile(
     q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any, slot: Any, start: Any, pos: Any, stop: Any,
-    state: Any, shape: Shape,
+    state: Any, shape: GpuShape,
 ) -> Any:  # fmt: skip
     """One online-softmax step over the key tile that begins at position `start`."""
     m, l, acc = state

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows
 from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows
-from pagedjax.kernels.tpu_sizes import LEFT_AT_MOST, SHORT_QUERIES, SUBLANES, Shape, Sizes, Tiling, chip
+from pagedjax.kernels.tpu_sizes import LEFT_AT_MOST, SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
 
@@ -99,7 +99,7 @@ class _Call:
     sizes: Sizes
     interpret: Any
 
-    def shape(self, tile: int) -> Shape:
+    def shape(self, tile: int) -> TpuShape:
         return self.sizes.shape(self.ragged.block_tables.shape[1], tile, self.params)
 
     def row_groups(self, num_rows: int) -> list[tuple[int, int]]:
@@ -111,7 +111,7 @@ class _Call:
         """i32[rows * M] pool rows of some tables."""
         return read_rows(self.pool.layout, self.layer, self.ragged.block_tables[first:last]).reshape(-1)
 
-    def compiler_params(self, shape: Shape) -> Any:
+    def compiler_params(self, shape: TpuShape) -> Any:
         return pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             # `read_rows` maps every id into the pool, and the plan every chunk into its table.
@@ -151,7 +151,12 @@ def _decode(q: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
 
 
 def _decode_rows(
-    q: jax.Array, rows: jax.Array, entry: tuple[jax.Array, ...], count: jax.Array, call: _Call, shape: Shape
+    q: jax.Array,
+    rows: jax.Array,
+    entry: tuple[jax.Array, ...],
+    count: jax.Array,
+    call: _Call,
+    shape: TpuShape,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the decode kernel over entries (table, position, stop, first key), each i32[W].
 
@@ -188,7 +193,7 @@ def _decode_rows(
 
 
 def _chunks(
-    shape: Shape, first_pos: jax.Array, stop: jax.Array, first_key: jax.Array
+    shape: TpuShape, first_pos: jax.Array, stop: jax.Array, first_key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(first chunk, chunk behind the last) of entries; equal where no key is seen."""
     first = jnp.maximum(first_key, 0) // shape.chunk
@@ -304,7 +309,7 @@ def _prefill_entries(
 # ---- what both are made of -------------------------------------------------------------------------------
 
 
-def _state_scratch(call: _Call, shape: Shape, parts: int, R: int, lanes: int) -> list[Any]:
+def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int, lanes: int) -> list[Any]:
     """Two chunks of keys and values, their semaphores, which of them is next, and the state of the online softmax."""
     layout = call.pool.layout
     return [
@@ -333,7 +338,7 @@ class _Entries:
 
 def _decode_kernel(
     table: Any, first_pos: Any, stop: Any, first_key: Any, first: Any, last: Any, count: Any, rows: Any,
-    q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, *scratch: Any, shape: Shape,
+    q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, *scratch: Any, shape: TpuShape,
 ) -> None:  # fmt: skip
     entries = _Entries(table, first_pos, stop, first_key, first, last, count, rows)
     _, _, _, m_ref, l_ref, acc_ref = scratch
@@ -356,7 +361,7 @@ def _decode_kernel(
 
 def _prefill_kernel(
     table: Any, first_pos: Any, stop: Any, first_key: Any, token: Any, first: Any, last: Any, count: Any, rows: Any,
-    q_hbm: Any, pool_ref: Any, *refs: Any, shape: Shape, has_out: bool,
+    q_hbm: Any, pool_ref: Any, *refs: Any, shape: TpuShape, has_out: bool,
 ) -> None:  # fmt: skip
     inputs = shape.sinks + has_out  # `out` itself is the same memory as out_hbm
     sink_ref = refs[0] if shape.sinks else None
@@ -464,7 +469,7 @@ def _prefill_kernel(
     pl.when(w + 1 == count[0])(lambda: outputs(w, "wait"))
 
 
-def _walk(entries: _Entries, q_ref: Any, pool_ref: Any, scratch: Any, shape: Shape) -> None:
+def _walk(entries: _Entries, q_ref: Any, pool_ref: Any, scratch: Any, shape: TpuShape) -> None:
     """Works the chunks of this program's entry, fetching one ahead, the next entry's first at the end."""
     buffers, sems, slot_ref, m_ref, l_ref, acc_ref = scratch
     w, num_entries = pl.program_id(0), entries.count[0]
@@ -549,7 +554,7 @@ def _walk(entries: _Entries, q_ref: Any, pool_ref: Any, scratch: Any, shape: Sha
 
 
 def _clear_unseen_values(
-    buffer: Any, start: jax.Array, first_pos: jax.Array, stop: jax.Array, shape: Shape
+    buffer: Any, start: jax.Array, first_pos: jax.Array, stop: jax.Array, shape: TpuShape
 ) -> None:
     """Zeroes values in the buffer that no query sees: those slots may hold NaN, and 0 * NaN is NaN."""
     values = buffer[:, :, shape.kv_width : 2 * shape.kv_width]
@@ -562,7 +567,7 @@ def _clear_unseen_values(
 
 
 def _seen(
-    start: jax.Array, first_pos: jax.Array, first_key: jax.Array, shape: Shape, dims: tuple[int, int]
+    start: jax.Array, first_pos: jax.Array, first_key: jax.Array, shape: TpuShape, dims: tuple[int, int]
 ) -> jax.Array:
     """Which keys [rows, chunk] each row sees: none of rows behind the last query's is ever read."""
     pos = start + lax.broadcasted_iota(jnp.int32, dims, 1)
@@ -582,7 +587,7 @@ def _wide(x: jax.Array, lanes: int) -> jax.Array:
 
 
 def _work_chunk(
-    kv: jax.Array, q_ref: Any, m_ref: Any, l_ref: Any, acc_ref: Any, seen: Any, shape: Shape
+    kv: jax.Array, q_ref: Any, m_ref: Any, l_ref: Any, acc_ref: Any, seen: Any, shape: TpuShape
 ) -> None:
     """One online-softmax step of every part over kv [chunk, width].
 

@@ -52,23 +52,23 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Chip:
+class TpuChip:
     """What of a TPU core decides what fits: VMEM and SMEM in bytes."""
 
     vmem_bytes: int
     smem_bytes: int
 
 
-def chip(interpret: Any = False) -> Chip:
+def chip(interpret: Any = False) -> TpuChip:
     """The chip that is traced for; v5e where the kernel is interpreted."""
     if interpret:
-        return Chip(128 << 20, 1 << 20)
+        return TpuChip(128 << 20, 1 << 20)
     info = pltpu.get_tpu_info()
-    return Chip(info.vmem_capacity_bytes, info.smem_capacity_bytes)
+    return TpuChip(info.vmem_capacity_bytes, info.smem_capacity_bytes)
 
 
 @dataclass(frozen=True)
-class Shape:
+class TpuShape:
     """What a compiled kernel is specialised on."""
 
     block_size: int
@@ -108,11 +108,11 @@ class Sizes:
     num_heads: int
     sinks: bool
     tiling: Tiling
-    chip: Chip
+    chip: TpuChip
 
-    def shape(self, table_width: int, tile: int, params: xla.Params) -> Shape:
+    def shape(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
         layout = self.layout
-        return Shape(
+        return TpuShape(
             layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
             layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
             params.scale, params.window, params.soft_cap, self.sinks and tile > 0,
@@ -149,7 +149,7 @@ class Sizes:
     def _room(self) -> int:
         return int(self.chip.vmem_bytes * VMEM_SHARE)
 
-    def vmem_bytes(self, shape: Shape) -> int:
+    def vmem_bytes(self, shape: TpuShape) -> int:
         """VMEM of one call: its scratch, its blocks twice, and one part's scores three times."""
         item = jnp.dtype(self.layout.dtype).itemsize
         parts, rows, lanes = shape.state
@@ -168,7 +168,7 @@ class Sizes:
         total += tiled(shape.tile * shape.padded_heads, lanes, 4) + 2 * tiled(parts, rows, 4)
         return total + (parts * tiled(rows, LANES, 4) if shape.sinks else 0)
 
-    def vmem_limit_bytes(self, shape: Shape) -> int:
+    def vmem_limit_bytes(self, shape: TpuShape) -> int:
         """What the compiler may use.
 
         Raises:

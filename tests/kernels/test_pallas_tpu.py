@@ -80,7 +80,7 @@ def test_groups_merge_on_the_tpu_path_too(build, oracle):
 
 def test_F061_tables_beyond_smem_are_worked_in_groups_of_rows(build, oracle, monkeypatch):
     """Two groups of two rows: decode rows in both, a tile in the last."""
-    chip = tpu_sizes.Chip(128 << 20, 350)
+    chip = tpu_sizes.TpuChip(128 << 20, 350)
     monkeypatch.setattr(pallas_tpu, "chip", lambda interpret: chip)
     step = build([1, 1, 1, 5], [70, 0, 41, 9], heads=(2, 1), head_dim=16, table_width=30, buckets=(8, 4, 3))
     assert tpu_sizes.Sizes(step.pool.layout, 2, False, TILING, chip).rows_at_once(30) == 2
@@ -99,9 +99,12 @@ def test_F062_whole_tiles_and_short_entries(build, oracle):
 def test_F061_what_does_not_fit_is_refused_while_tracing(build, monkeypatch):
     step = build([1, 5], [40, 50])
     for chip, message in (
-        (tpu_sizes.Chip(128 << 20, 30), "block_tables of 4 blocks a row: must fit 0 KiB of SMEM; use 'xla'"),
         (
-            tpu_sizes.Chip(64 << 10, 1 << 20),
+            tpu_sizes.TpuChip(128 << 20, 30),
+            "block_tables of 4 blocks a row: must fit 0 KiB of SMEM; use 'xla'",
+        ),
+        (
+            tpu_sizes.TpuChip(64 << 10, 1 << 20),
             "float32, 6 query heads of 32, blocks of 16: buffers of .* must fit 60%",
         ),
     ):
@@ -114,7 +117,7 @@ def test_tiles_shrink_to_the_chip():
     layout = KVLayout(1, 100, 16, 8, 128, "bfloat16")
     tiles = {
         mib: tpu_sizes.Sizes(
-            layout, 32, True, tpu_sizes.Tiling(), tpu_sizes.Chip(mib << 20, 1 << 20)
+            layout, 32, True, tpu_sizes.Tiling(), tpu_sizes.TpuChip(mib << 20, 1 << 20)
         ).tile_queries(512)
         for mib in (16, 64, 128)
     }

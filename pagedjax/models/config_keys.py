@@ -35,6 +35,10 @@ NO_EFFECT: dict[str, str] = {
             "torch_dtype",  # model.dtype decides, files are read whatever they hold
             "dtype",
             "use_bfloat16",
+            "is_llama_config",
+            "transformers.js_config",
+            "unsloth_version",
+            "unsloth_fixed",
         ),
         _NAMES,
     ),
@@ -46,6 +50,8 @@ NO_EFFECT: dict[str, str] = {
             "resid_pdrop",
             "dropout",
             "hidden_dropout",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
             "activation_dropout",
             "layerdrop",
             "initializer_range",
@@ -95,6 +101,8 @@ NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(
         ("pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "prefix"), _IDS
     ),
+    "max_sequence_length": "of training; max_position_embeddings is the model's",
+    "quantization": "as quantization_config, in MLX's files",
     "quantization_config": "looked at when weights do not fit the model; a left-over one does no harm",
 }
 # Generation settings that older versions wrote into config.json, and the value that says nothing.
@@ -135,6 +143,8 @@ ONLY: dict[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "heads that are left out"),
     "reorder_and_upcast_attn": (False, "another order of products"),
     "scale_attn_by_inverse_layer_idx": (False, "scores divided by the layer's number"),
+    "use_mrope": (False, "rotation by several positions"),
+    "rope_interleaved": (False, "rotary pairs side by side"),
     "use_bidirectional_attention": (False, "queries that see the future"),
 }
 

@@ -299,6 +299,8 @@ def _quantisation(folder: Path, raw: Mapping[str, Any]) -> str | None:
                 (f"bitsandbytes ({k})" for k in ("load_in_8bit", "load_in_4bit") if facts.get(k)), None
             )
         return str(method or "a method that quantization_config does not name")
+    if isinstance(raw.get("quantization"), Mapping):
+        return "mlx (quantization)"
     for name, method in (
         ("quantize_config.json", "gptq"),
         ("quant_config.json", "awq"),

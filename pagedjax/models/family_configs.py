@@ -395,6 +395,7 @@ def _gemma2(r: Reader) -> ModelConfig:
     common = _gemma(r, "gemma2")
     layers = common["num_layers"]
     size = r.optional_whole("sliding_window", 4096)
+    r.prefer("sliding_window", size, "sliding_window_size", r.get("sliding_window_size"))
     windows = _windows(r, layers, size, [layer % 2 == 0 for layer in range(layers)])
     return ModelConfig(**common, **_rotary(r), windows=windows)
 
@@ -552,6 +553,7 @@ FAMILIES: dict[str, Family] = {
                 *_WINDOWS,
                 _ORIGINAL,
                 "use_sliding_window",
+                "max_window_layers",  # a copy of Qwen's that nobody reads
                 "no_rope_layers",
                 "no_rope_layer_interval",
                 "attention_bias",
@@ -564,7 +566,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen2),
     "qwen3": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen3),
     "phi3": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _phi3),
-    "gemma2": Family(frozenset(_GEMMA), _gemma2),
+    "gemma2": Family(frozenset((*_GEMMA, "sliding_window_size")), _gemma2),
     "gemma3_text": Family(
         # "_sliding_window_pattern" is a copy that transformers writes beside layer_types.
         frozenset((*_GEMMA, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")),

@@ -41,6 +41,7 @@ _NO_EFFECT = (
     "_from_model_config",
     "_commit_hash",
     "transformers_version",
+    "trust_remote_code",
     "pad_token_id",
     "use_cache",
     "cache_implementation",

@@ -26,7 +26,7 @@ _ABOUT = re.compile(
     r"|languages|sampling\..*|repo|model_card.*)"
 )
 # Other tools' notes: what the quantiser measured, how a file was split, copies of other formats.
-_NOTES = re.compile(r"quantize\.imatrix\..*|imatrix\..*|split\.(no|count|tensors\.count)")
+_NOTES = re.compile(r"quantize\.imatrix\..*|mradermacher\..*|imatrix\..*|split\.(no|count|tensors\.count)")
 
 _SCALING = "rope.scaling."
 _COMMON = (

@@ -216,6 +216,7 @@ _NO_EFFECT: dict[str, str] = {
         (
             "model_max_length",
             "max_length",
+            "max_len",
             "padding_side",
             "truncation_side",
             "truncation_strategy",
@@ -250,6 +251,7 @@ _NO_EFFECT: dict[str, str] = {
             "sp_model_kwargs",
             "add_dummy_prefix_space",
             "model_type",
+            "vocab_size",
             "transformers_version",
             "chat_template_file",
         ),
@@ -344,8 +346,8 @@ def load_tokenizer(folder: Path, eos_sources: Mapping[int, str] | None = None) -
 
 
 def _is_extra(key: str, value: Any) -> bool:
-    """A special token under a name of the model's own, as image_token is."""
-    return key.endswith("_token") and isinstance(value, (str, dict))
+    """A special token under a name of the model's own, as image_token is, or its id."""
+    return (key.endswith("_token") and isinstance(value, (str, dict))) or key.endswith("_token_id")
 
 
 def _from_own_facts(tokenizer: Any, facts: dict[str, Any]) -> HFTokenizer:
@@ -516,7 +518,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> 
     path = folder / "special_tokens_map.json"
     extra = read_json(path) if path.is_file() else {}
     found = {}
-    for name in {*_TOKENS, *(key for key, value in config.items() if _is_extra(key, value))}:
+    for name in {*_TOKENS, *(k for k, v in config.items() if _is_extra(k, v) and k.endswith("_token"))}:
         ours, theirs = config.get(name), extra.get(name)
         for where, value in (("tokenizer_config.json", ours), (path.name, theirs)):
             if value is not None and _text(value) is None:

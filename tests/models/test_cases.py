@@ -315,6 +315,36 @@ def test_F044_gpt2_scores_without_a_scale():
         config_from_hf(_family("gpt2", scale_attn_by_inverse_layer_idx=True))
 
 
+# What published files say beside what the tiny ones here do, from memory of their config.json.
+PUBLISHED = {
+    "llama": dict(
+        is_llama_config=True, rope_interleaved=False, pretraining_tp=1, rope_scaling=None, use_cache=True
+    ),
+    "qwen2": dict(use_mrope=False, use_sliding_window=False, sliding_window=131072, max_window_layers=28),
+    "smollm3": dict(max_window_layers=28, use_sliding_window=False, sliding_window=None, pretraining_tp=2),
+    "phi3": dict(
+        auto_map={"AutoConfig": "x"}, embd_pdrop=0.0, resid_pdrop=0.0, attention_bias=False, sliding_window=9
+    ),
+    "gemma2": dict(cache_implementation="hybrid", sliding_window_size=8, hidden_act="gelu_pytorch_tanh"),
+    "gpt2": dict(
+        n_ctx=1024, summary_type="cls_index", task_specific_params={"text-generation": {"do_sample": True}}
+    ),
+    "opt": dict(
+        prefix="</s>", init_std=0.02, layerdrop=0.0, word_embed_proj_dim=32, _remove_final_layer_norm=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_say_is_known(name):
+    notes = []
+    more = PUBLISHED[name] | ({"hidden_activation": "gelu_pytorch_tanh"} if name == "gemma2" else {})
+    assert config_from_hf(_family(name, **more), notes) and not notes
+    for key in ("use_mrope", "rope_interleaved"):
+        with pytest.raises(ModelError, match=f"{key}=True: must be False"):
+            config_from_hf(_family(name, **{key: True}))
+
+
 GGUF = {
     "general.architecture": "llama",
     "llama.block_count": 1,

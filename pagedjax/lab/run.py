@@ -47,7 +47,8 @@ def run_all(
         settings: Name → value of fields of their units, as `units_of` takes them.
         resume: Keep finished units of an earlier run with the same provenance.
         data: Folder that holds data/; None: `catalog.default_data`.
-        jobs: Processes; 1 works in this one.
+        jobs: Processes; 1 works in this one. What is measured comes last and one unit at a time, in this process:
+            beside another unit a clock would show that one, too.
         executor: Who does the units, in place of `jobs`: anything with the interface of `concurrent.futures`.
         note: Told what is skipped.
         advance: Called with 1 for each finished unit.
@@ -60,6 +61,7 @@ def run_all(
     """
     data, settings = data or catalog.default_data(), dict(settings or {})
     todo: list[tuple[tuple[str, int], Callable[..., list[TableRow]], tuple[object, ...]]] = []
+    alone = list(todo)
     files: dict[str, tuple[ResultFile, TableRow, dict[int, list[TableRow]]]] = {}
     for name in chosen:
         experiment = catalog.load(name)
@@ -84,20 +86,22 @@ def run_all(
         if isinstance(executor, Cluster):
             executor.offer({needed: data / needed for needed in experiment.data})
             call, more = work_there, (header["data"], header["sources"])
-        todo += [
+        measured = experiment.kind == "measured" and executor is None
+        (alone if measured else todo).extend(
             ((name, i), call, (name, unit, str(data), settings, *more))
             for i, unit in enumerate(units)
             if i not in done
-        ]
+        )
         for _ in done:
             advance(1)
     asked = local(jobs if len(todo) > 1 else 1) if executor is None else nullcontext(executor)
-    with asked as workers:
-        for (name, number), rows in finished(workers, todo):
-            file, _, done = files[name]
-            done[number] = rows
-            file.append(number, rows)
-            advance(1)
+    for calls, by in ((todo, asked), (alone, local(1))):
+        with by as workers:
+            for (name, number), rows in finished(workers, calls):
+                file, _, done = files[name]
+                done[number] = rows
+                file.append(number, rows)
+                advance(1)
     for file, header, done in files.values():
         file.start(header, done)
     return {name: [r for n in sorted(done) for r in done[n]] for name, (_, _, done) in files.items()}

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,22 @@ def test_two_processes_give_the_same_file(tmp_path: Path) -> None:
         assert (tmp_path / "1" / f"{name}.jsonl").read_text() == (
             tmp_path / "2" / f"{name}.jsonl"
         ).read_text()
+
+
+def test_what_is_measured_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After everything else, one unit at a time: the clock must not show a neighbour."""
+    asked: list[int] = []
+    ran: list[tuple[int, str]] = []
+
+    @contextmanager
+    def local(jobs: int) -> Iterator[workers.Here]:
+        asked.append(jobs)
+        yield workers.Here()
+
+    monkeypatch.setattr("pagedjax.lab.run.local", local)
+    monkeypatch.setattr("pagedjax.lab.run.work", lambda name, *rest: ran.append((asked[-1], name)) or [{}])
+    lab.run_all(["hash-cost", "hit-length"], tmp_path, smoke=True, jobs=2)
+    assert {name for jobs, name in ran if jobs == 2} == {"hit-length"} and ran[-1] == (1, "hash-cost")
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

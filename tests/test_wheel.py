@@ -96,3 +96,20 @@ def test_F100_questions_and_configs_work_from_the_wheel_in_an_empty_folder(
 def test_F100_python_dash_m_is_the_command() -> None:
     done = run(ROOT, ROOT, "-m", "pagedjax", "--version")
     assert done.returncode == 0 and done.stdout.startswith("pagedjax, version ")
+
+
+def test_a_log_is_advised_simulated_and_swept_from_the_wheel_in_an_empty_folder(
+    site: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "log.jsonl").write_text(
+        '{"prompt": "Once upon a time there was a cat", "num_output": 3}\n' * 4
+    )
+    small = ["--set", "num_blocks=64", "--set", "max_num_seqs=4"]
+    for command in (
+        ["advise", "log.jsonl"],
+        ["simulate", "log.jsonl", "--rate", "2", *small],
+        ["sweep", "log.jsonl", "--grid", "cache.block_size=8,16", *small],
+    ):
+        done = run(site, tmp_path, "-m", "pagedjax", *command, "--quiet")
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert (tmp_path / "results" / "sweep.csv").is_file()

@@ -396,6 +396,42 @@ def test_samples_keep_whole_sessions_and_windows_start_at_0(tmp_path: Path) -> N
         list(system_prompt(3).first_sessions(1))
 
 
+@pytest.mark.parametrize("name", ["tokens", "openai-chat", "prompt", "burstgpt-json", "mooncake"])
+def test_groups_and_wishes_are_kept_by_every_format_of_single_requests(tmp_path: Path, name: str) -> None:
+    wishes = {"retention": 9, "ttl_s": 5.0}
+    row = {
+        "tokens": {"token_ids": [1], "group": "a"},
+        "openai-chat": {"messages": _said("hi"), "user": "a"},
+        "prompt": {"prompt": "hi", "category": "a"},
+        "burstgpt-json": {"input_tokens": 5, "output_tokens": 2, "Log Type": "a"},
+        "mooncake": _ids(2, 0, 1000, type="a"),
+    }[name]
+    trace = open_trace(write(tmp_path, "t.jsonl", jsonl({**row, **wishes})), encode=utf8)
+    assert not any("not used" in note for note in trace.notes)
+    write_trace(tmp_path / "again.jsonl", trace, granularity=trace.granularity, tail_ids=trace.tail_ids)
+    for found in (trace, open_trace(tmp_path / "again.jsonl")):
+        assert [(r.group, r.wishes) for r in found] == [("a", wishes)]
+    write_anonymous(tmp_path / "anon.jsonl", anonymous(trace), "mooncake")
+    assert "retention" not in (tmp_path / "anon.jsonl").read_text()
+    bad = write(tmp_path, "bad.jsonl", jsonl({**row, "retention": "much"}))
+    with pytest.raises(TraceError, match=r"bad\.jsonl:1: .*retention"):
+        list(open_trace(bad, encode=utf8))
+
+
+TEXTS = {
+    "alpaca_en_demo.json.gz": ("alpaca-text", 999),
+    "alpaca_eval_davinci003.json.gz": ("alpaca-text", 805),
+    "alpaca_seed_tasks.jsonl": ("alpaca-text", 175),
+    "glaive_toolcall_en_demo.json.gz": ("sharegpt", 957),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_files_of_the_shared_data_are_read_whole(data_dir: Path, name: str) -> None:
+    trace = open_trace(data_dir / "data" / "text" / name, encode=utf8)
+    assert (trace.format, sum(1 for _ in trace)) == TEXTS[name]
+
+
 def _mutated(rng: np.random.Generator, data: bytes) -> bytes:
     """One seeded change: a byte, a cut, a stretch twice, two parts swapped, or an odd value for a number or word."""
     choice = int(rng.integers(7))

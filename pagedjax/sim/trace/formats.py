@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedjax.sim.records import fail
 from pagedjax.sim.trace import agentic, identified, lengths, text
-from pagedjax.sim.trace.reading import Chat, Encode, Reading, Source, missing
+from pagedjax.sim.trace.reading import WISHES, Chat, Encode, Reading, Source, missing
 from pagedjax.sim.trace.request import Trace, TraceRequest
 from pagedjax.sim.trace.rows import rows_of
 
@@ -53,6 +53,7 @@ FORMATS: dict[str, Format] = {
         lengths.open_lengths, lengths.LENGTH_COLUMNS, ("input", "output"), lengths.LENGTH_UNITS
     ),
 }
+_NO_WISHES = ("agentic", "benchmark", "answers")  # rows of many requests, or of lengths alone
 ROLES = tuple(sorted({role for entry in FORMATS.values() for role in entry.columns}))
 
 
@@ -132,12 +133,8 @@ def _finish(source: Source, kind: str, entry: Format) -> Trace:
     if reading.common_prefix and kind != "agentic":
         raise ValueError(f"common_prefix: {source.path} holds no agentic sessions; leave it out")
     trace = entry.open(source)
-    used = {name for names in source.columns.values() for name in names} | {
-        "tool_tokens",
-        "system_tokens",
-        "block_size",
-    }
-    used |= {"tools", "id"} if kind in ("sharegpt", "chat") else set()
+    used = {name for names in source.columns.values() for name in names} | entry.also
+    used |= set() if kind in _NO_WISHES else set(WISHES)
     unused = [str(name) for name in source.first[1] if name not in used]
     notes = list(trace.notes)
     if unused:

@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from pagedjax.engine.request import SamplingParams
 from pagedjax.sim.records import Fields, fail
-from pagedjax.sim.trace.reading import UNITS, Source, Times
+from pagedjax.sim.trace.reading import UNITS, Source, Times, wishes_of
 from pagedjax.sim.trace.request import Trace, TraceRequest
 
 MOONCAKE_GRANULARITY = 512
 BAILIAN_GRANULARITY = 16
 _LOOKED_AT = 1000  # rows that settle granularity, unit and order before the first is handed out
 
-WISHES = ("retention", "ttl_s", "cache_read", "cache_write")
 ID_COLUMNS = {
     "time": ("timestamp",),
     "input": ("input_length",),
@@ -72,7 +69,7 @@ def open_ids(source: Source) -> Trace:
                 granule_ids=ids,
                 session=session,
                 group=source.text("group", record),
-                wishes=_wishes(row),
+                wishes=wishes_of(row),
             )
 
     def ordered() -> Iterator[TraceRequest]:
@@ -167,19 +164,6 @@ def _arrival(source: Source, row: Fields, times: Times, session: str, last: dict
     return at
 
 
-def _wishes(row: Fields) -> dict[str, Any] | None:
-    """What a row asks of the cache, where it asks anything; checked as a request's own."""
-    wishes = {name: row.record[name] for name in WISHES if name in row.record}
-    if not wishes:
-        return None
-    try:
-        SamplingParams(**wishes)
-    except ValueError as error:
-        got, _, rule = str(error).partition(": ")
-        row.fail(got, rule)
-    return wishes
-
-
 def _root(source: Source, record: dict[str, object], roots: dict[str, str]) -> str:
     """The chat that a row's chat goes back to."""
     chat, parent = source.text("chat", record), source.text("parent", record)
@@ -224,7 +208,7 @@ def open_tokens(source: Source) -> Trace:
                 output_ids=output,
                 session=source.text("session", record),
                 group=source.text("group", record),
-                wishes=_wishes(row),
+                wishes=wishes_of(row),
             )
 
     return Trace(source.path.name.split(".")[0], "tokens", 1, True, requests, source.path)

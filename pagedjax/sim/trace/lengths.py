@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagedjax.sim.records import Fields
-from pagedjax.sim.trace.reading import Source, Times
+from pagedjax.sim.trace.reading import Source, Times, wishes_of
 from pagedjax.sim.trace.request import Trace, TraceRequest
 
 LENGTH_COLUMNS = {
@@ -51,6 +51,7 @@ def open_lengths(source: Source) -> Trace:
                 num_output=row.length(*source.columns["output"]),
                 session=source.text("session", record),
                 group=source.text("group", record),
+                wishes=wishes_of(row),
             )
 
     timed = source.column("time") is not None

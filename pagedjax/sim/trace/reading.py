@@ -8,12 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pagedjax.engine.request import SamplingParams
 from pagedjax.sim.records import Fields, fail
 from pagedjax.sim.trace.rows import Rows
 
 Encode = Callable[[str], list[int]]
 Chat = Callable[[list[dict[str, Any]], list[Any]], str]  # messages, tools → prompt text
 
+WISHES = ("retention", "ttl_s", "cache_read", "cache_write")
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _EPOCH_S = (1e9, 4e9)  # 2001 to 2096: a number in here, in some unit, is a date and no offset
 
@@ -196,3 +198,16 @@ def missing(source_path: Path, line: int, record: Mapping[str, Any], name: str) 
     if name not in record:
         found = ", ".join(map(str, record))
         fail(source_path, line, f"no column {name!r:.60}", f"must be one of {found:.300} (--column)")
+
+
+def wishes_of(row: Fields) -> dict[str, Any] | None:
+    """What a row asks of the cache, where it asks anything; checked as a request's own."""
+    wishes = {name: row.record[name] for name in WISHES if name in row.record}
+    if not wishes:
+        return None
+    try:
+        SamplingParams(**wishes)
+    except ValueError as error:
+        got, _, rule = str(error).partition(": ")
+        row.fail(got, rule)
+    return wishes

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pagedjax.sim.records import Fields, parse
-from pagedjax.sim.trace.reading import Source, Times
+from pagedjax.sim.trace.reading import Source, Times, wishes_of
 from pagedjax.sim.trace.request import Trace, TraceRequest
 
 TIMES = (
@@ -142,6 +142,7 @@ class _Texts:
             token_ids=ids,
             output_ids=output,
             session=session,
+            wishes=wishes_of(row),
             group=group or (source.text("group", row.record) if "group" in source.columns else ""),
         )
 

@@ -61,6 +61,8 @@ def write_trace(path: str | Path, trace: Iterable[TraceRequest], *, granularity:
                 }
             if request.session:
                 record["session"] = request.session
+            if request.group:
+                record["type" if "hash_ids" in record else "group"] = request.group
             record |= request.wishes or {}
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
             count += 1
@@ -107,7 +109,9 @@ def anonymous(trace: Trace, form: str = "mooncake", *, salt: bytes = b"") -> Tra
                 if not trace.tail_ids and request.num_input % size:
                     held.append(hashed(b"tail", number.to_bytes(8, "little")))
                 ids = np.array(held, dtype=np.int64)
-            yield replace(request, granule_ids=ids, token_ids=None, output_ids=None, session="", group="")
+            yield replace(
+                request, granule_ids=ids, token_ids=None, output_ids=None, session="", group="", wishes=None
+            )
 
     return replace(
         trace,
@@ -140,7 +144,6 @@ def write_anonymous(
             }
             if request.granule_ids is not None:
                 record["hash_ids"] = request.granule_ids.tolist()
-            record |= request.wishes or {}
             if form == "bailian":
                 record = {"chat_id": count, "parent_chat_id": -1, **record, "turn": 1}
             if not count:

@@ -88,6 +88,14 @@ SAMPLES: dict[str, tuple[str, str, dict[str, Any], str, list[tuple[float, int, i
             (0.0, CHATML + len("yes<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"), 2, "x"),
         ],
     ),
+    "chat-csv": (
+        "chats.csv",
+        "messages,created_at\n" + cell(json.dumps(_said("hi", "yes"))) + ",2024-05-01T10:00:00\n"
+        + cell(json.dumps(_said("hi"))) + ",2024-05-01 10:00:02\n",
+        {},
+        "chat",
+        [(0.0, CHATML, 3, ""), (2.0, CHATML, 0, "")],
+    ),
     "prompt-csv": (
         "prompts.csv",
         "when,question,reply\n0,\"two\n\nlines\",ab\n1.5,one,\n",
@@ -269,6 +277,8 @@ MISUSES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "sessions of lengths": ("a.csv", AZURE, {"common_prefix": True}, "common_prefix: .* holds no agentic sessions"),
     "mixed rows": ("a.jsonl", jsonl({"prompt": "a"}, {"messages": _said("hi")}), {}, ":2: fields .*must hold a non-empty string `prompt`"),
     "mixed times": ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n5,1,1\n", {}, ":3: TIMESTAMP='5': must be a date as in the first row"),
+    "a batch's output": ("b.jsonl", jsonl({"id": "x", "custom_id": "a", "response": {"body": {}}, "error": None}), {}, "the output of a batch: holds no prompts; give the batch's input file"),
+    "messages that are no JSON": ("c.csv", "messages\nhi\n", {}, ":2: wrong JSON at column 1 .* messages must be a JSON list of messages"),
     "times of a batch's output": ("b.jsonl", jsonl({"body": {"choices": []}}), {}, "the output file of a batch holds no prompts"),
     "a picture": ("c.jsonl", jsonl({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), {}, "a content part of type 'image_url': must be text"),
     "unsorted": ("a.csv", BURST.replace("45,", "4,"), {}, r":3: time 4 s after 5 s: times must not decrease; sort the file \(--sort\)"),

@@ -101,6 +101,8 @@ def open_trace(
         source = Source(path, rows, (line, record), {**entry.columns, **named}, entry.units, reading)
         if all(_holds(source, role) for role in entry.marks):
             return _finish(source, kind, entry)
+    if "custom_id" in record and "response" in record:
+        fail(path, line, "the output of a batch", "holds no prompts; give the batch's input file")
     rule = (
         "must hold hash_ids and input_length (Mooncake, Qwen-Bailian), requests (agentic), token_ids or input_tok_ids "
         "(tokens), input_lens and output_lens (benchmarks), conversations (ShareGPT), messages (chat logs), body "

@@ -33,7 +33,7 @@ _COMMON = {
     "group": ("category", "user", "group"),
 }
 
-PROMPT_COLUMNS = {**_COMMON, "prompt": ("prompt", "text")}
+PROMPT_COLUMNS = {**_COMMON, "prompt": ("prompt", "text", "text_input")}
 CHAT_COLUMNS = {**_COMMON, "messages": ("messages",), "tools": ("tools",)}
 GATEWAY_COLUMNS = {
     **_COMMON,
@@ -247,6 +247,8 @@ def _chat_request(
     user = body["user"] if isinstance(body.get("user"), str) else ""
     name = source.column("messages", body) if "messages" in source.columns else "messages"
     messages = body.get(name) if name else None
+    if isinstance(messages, str):  # a cell of a table
+        messages = parse(row.path, row.line, messages, f"{name} must be a JSON list of messages")
     if messages is None and isinstance(body.get("prompt"), str | list):
         return texts.request(row, body["prompt"], answer, session, stated, user)
     if not isinstance(messages, list) or not messages:

@@ -47,6 +47,8 @@ STATEFUL, SAMPLING, DECODING = (
 )
 EXAMPLES, SNAPSHOT = "cache/test_examples.py", "runtime/test_snapshot.py"
 SENSITIVITY = "runtime/test_sensitivity.py::test_copies_that_write_constants_change_tokens"
+FLEET, ROUTING = "sim/test_fleet.py", "sim/test_routing.py"
+CONSERVE = f"{FLEET}::test_fleets_conserve"
 WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
 EXTEND = "                self._extend(state, group, max(new, 0), copies)\n"
 
@@ -201,6 +203,85 @@ MUTANTS = (
         "self.write(pool, batch.dst, host[batch.src] * 0)",
         (SENSITIVITY,),
     ),
+    # ------------------------------------------------------------------ fleets
+    Mutant(
+        "fleet: the dead bring what their last step brought",
+        "        if not member.alive:\n            return\n        if events:",
+        "        if events:",
+        (CONSERVE,),
+    ),
+    Mutant(
+        "fleet: a step is planned in the past",
+        "            self.clock.now = max(self.clock.now, now)\n\n    def step(",
+        "            pass\n\n    def step(",
+        (CONSERVE,),
+    ),
+    Mutant(
+        "fleet: transfers of the dead go on",
+        "        for transfer in job.transfers:\n            self.network.cancel(transfer, now)\n",
+        "",
+        (CONSERVE,),
+    ),
+    Mutant(
+        "fleet: quiet steps run past an arrival",
+        "        self.catch_up(now)\n        if not self.engine.has_work:\n",
+        "        self.catch_up(math.inf)\n        if not self.engine.has_work:\n",
+        (f"{FLEET}::test_fleet_of_one_is_simulate",),
+    ),
+    Mutant(
+        "fleet: KV that is on its way is not held",
+        "        source.pin(chain)\n",
+        '        source.pins[b"x"] = source.pins.get(b"x", 0)\n',
+        (f"{FLEET}::test_what_is_handed_over_stays_until_it_is_sent", CONSERVE),
+    ),
+    Mutant(
+        "fleet: what landed is indexed at once",
+        "            self._blocks[digests[-1]] = self._blocks.get(digests[-1], 0) + 1\n",
+        "            self._manager.prefix_caching = False\n",
+        ("sim/test_transfer.py",),
+    ),
+    Mutant(
+        "fleet: links are shared by number alone",
+        "                    room[link.name] = (link, max(left - rate, 0.0), users - 1)\n",
+        "                    room[link.name] = (link, left, users)\n",
+        ("sim/test_transfer.py",),
+    ),
+    Mutant(
+        "fleet: heads sink before tails",
+        "        for digest in reversed(digests):\n            victim",
+        "        for digest in digests:\n            victim",
+        ("sim/test_transfer.py",),
+    ),
+    Mutant(
+        "fleet: reports come at once",
+        "        if not self._delay_s:\n",
+        "        if True:\n",
+        (f"{FLEET}::test_reports_arrive_after_their_delay",),
+    ),
+    Mutant(
+        "fleet: Dynamo counts equal blocks twice",
+        "sum(digest not in active for digest in digests)",
+        "len(digests)",
+        (f"{ROUTING}::test_judge_agrees",),
+    ),
+    Mutant(
+        "fleet: no bound on the load of a hash",
+        "if w.in_flight + 1 <= most",
+        "if w.in_flight >= 0",
+        (f"{ROUTING}::test_judge_agrees",),
+    ),
+    Mutant(
+        "fleet: the queue forgets who is first",
+        "        if self.unstarted and next(iter(self.unstarted)) == number:\n",
+        "        if True:\n",
+        (f"{ROUTING}::test_judge_agrees",),
+    ),
+    Mutant(
+        "fleet: Preble never replicates",
+        "return math.fsum(late) / len(late) >= 2 * math.fsum(early) / len(early)",
+        "return False",
+        (f"{ROUTING}::test_judge_agrees",),
+    ),
 )
 
 
@@ -257,6 +338,9 @@ def main(mutants: Sequence[Mutant]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
         shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "configs", folder / PACKAGE.name / "shipped" / "configs"
+        )  # as an installed package has it
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         status, printed = run_tests(folder, tests)
         if status != 0:

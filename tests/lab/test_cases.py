@@ -288,7 +288,6 @@ AWAITED: set[str] = {
     "serving-hour",
     "stale-view",
     "store-size",
-    "swap-recompute",
 }
 
 

@@ -337,7 +337,7 @@ def test_every_chunk_of_a_prompt_is_at_most_chunk_tokens(make_engine, run_all, g
 
 def test_nobody_is_admitted_in_a_step_that_preempts(make_engine, run_all, greedy, judge):
     """The blocks it freed go to those that run first: who waits would only be preempted in turn."""
-    engine = make_engine(num_blocks=8, block_size=4, max_num_seqs=4, prefix_caching=False)
+    engine = make_engine(num_blocks=8, block_size=4, chunk_tokens=4, max_num_seqs=4, prefix_caching=False)
     prompts = [[*range(10 * n, 10 * n + 7)] for n in range(3)]
     jobs = {engine.add(prompt, greedy(12)): prompt for prompt in prompts}
     preempted, outputs = [], {}
@@ -349,7 +349,6 @@ def test_nobody_is_admitted_in_a_step_that_preempts(make_engine, run_all, greedy
             rows = {row.seq.request.request_id for row in engine.runner.plans[-1].rows}
             preempted.append(rows < {request.request_id for request in running})
     assert preempted and all(preempted)
-    assert engine.scheduler.num_preemptions == len(preempted)
     for request_id, prompt in jobs.items():
         assert list(outputs[request_id].outputs[0].token_ids) == judge(prompt, 12)
 

@@ -61,9 +61,7 @@ def test_every_command_has_help(run, name):
     assert code == 0 and out.startswith(f"Usage: pagedjax {name}")
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "generate", "doctor", "bench decode", "bench cache", "bench in-place"]
-)
+@pytest.mark.parametrize("command", ["demo", "generate", "doctor", "bench decode", "bench preemption"])
 def test_commands_share_their_options(run, command):
     _, out, _ = run(*command.split(), "--help")
     for option in ("--json", "--config", "--set", "--model"):
@@ -314,9 +312,10 @@ def test_bench_decode_measures_preemption_on_an_engine_of_its_own(run, monkeypat
 
 def test_convert_then_generate(run, tiny_folder, tmp_path):
     target = tmp_path / "converted"
-    code, out, _ = run("convert", str(target), *_small(tiny_folder, tmp_path))
+    convert = ["convert", str(target), "--model", str(tiny_folder), "--cache-dir", str(tmp_path), "--quiet"]
+    code, out, _ = run(*convert)
     assert code == 0 and str(target) in out
-    code, _, err = run("convert", str(target), *_small(tiny_folder, tmp_path))
+    code, _, err = run(*convert)
     assert code == 2 and "exists already" in err
     common = ["--raw", "--max-tokens", "4", "--ignore-eos", "--set", "num_blocks=64"]
     texts = [

@@ -79,7 +79,7 @@ def test_a_mistyped_option_names_the_nearest(run, command):
         (b"[cache]\nnum_blocks = 0\n", ["cache.num_blocks=0", "at least 2"]),
     ],
 )
-@pytest.mark.parametrize("command", [("generate", "x"), ("doctor",), ("bench", "in-place")], ids=" ".join)
+@pytest.mark.parametrize("command", [("generate", "x"), ("doctor",), ("bench", "decode")], ids=" ".join)
 def test_a_bad_config_file_is_named(run, tmp_path, command, text, parts):
     (tmp_path / "bad.toml").write_bytes(text)
     _refused(run(*command, "--config", "bad.toml"), "bad.toml", *parts)

@@ -73,7 +73,7 @@ def test_a_binary_prompt_on_stdin_is_named(refused, monkeypatch, errors):
     ("name", "content"),
     [
         ("p.txt", "\ufeffone\u2028two\n\nthree"),
-        ("p.jsonl", '\ufeff{"prompt": "one\u2028two", "messages": null}\n{"prompt": "three"}\n'),
+        ("p.jsonl", '\ufeff{"prompt": "one\u2028two"}\n{"prompt": "three"}\n'),
         ("p.jsonl.gz", '{"prompt": "one\u2028two"}\n{"prompt": "three"}\n'),
     ],
 )

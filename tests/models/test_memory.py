@@ -50,7 +50,7 @@ def sources(tmp_path_factory, write_gguf, hf_tensors):
         num_key_value_heads=CONFIG.num_kv_heads,
         vocab_size=CONFIG.vocab_size,
         max_position_embeddings=CONFIG.max_model_len,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))

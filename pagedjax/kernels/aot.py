@@ -67,7 +67,6 @@ TARGETS: Mapping[str, Target] = {
         ),
     )
 }
-TPU_TARGETS = tuple(name for name, target in TARGETS.items() if target.platform == "tpu")
 # What libtpu asks of the machine that runs it; set before its first use. Several processes may load it.
 LIBTPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",

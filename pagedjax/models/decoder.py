@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.kernels import KVPool, RaggedBatch, paged_attention, write_kv
+from pagedjax.kernels import KVPool, RaggedBatch, doors, paged_attention, write_kv
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.layers import (
     Linear,
@@ -199,7 +199,8 @@ def forward(
         hidden f[T, D] after the final norm, and the pool or pools with this step's rows written.
 
     Raises:
-        ValueError: As many pools are given as neither one nor the model's groups.
+        ValueError: As many pools are given as neither one nor the model's groups, or an argument is of another shape
+            or dtype; judged while tracing.
     """
     decoder: Decoder = nnx.merge(graphdef, params)
     config = decoder.config
@@ -215,6 +216,15 @@ def forward(
                 "or one pool and one batch for all layers"
             )
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+    dims = doors.dimensions(T=batches[0].num_tokens_bucket)
+    doors.require(dims, "tokens", tokens, "T", jnp.int32)
+    doors.require(dims, "positions", positions, "T", jnp.int32)
+    for one in pools:
+        heads = (one.layout.num_kv_heads, one.layout.head_dim)
+        if heads != (config.num_kv_heads, config.head_dim):
+            raise ValueError(
+                f"pool of K={heads[0]}, H={heads[1]}: this model has K={config.num_kv_heads}, H={config.head_dim}"
+            )
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, kv: tuple[KVPool, ...]
@@ -241,4 +251,6 @@ def forward(
 def logits(graphdef: nnx.GraphDef, params: Params, hidden: Array) -> Array:
     """Scores over the vocabulary: hidden f[Q, D] → f32[Q, V]."""
     decoder: Decoder = nnx.merge(graphdef, params)
+    dims = doors.dimensions(Q=hidden.shape[0], D=decoder.config.d_model)
+    doors.require(dims, "hidden", hidden, "QD", float)
     return decoder.logits(hidden)

@@ -12,10 +12,10 @@ import numpy as np
 from pagedjax.cache.rules import next_power_of_two
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Sequence, SharedPrefix, StepPlan
-from pagedjax.kernels import RaggedBatch, plan_ragged
+from pagedjax.kernels import RaggedBatch, doors, plan_ragged
 from pagedjax.kernels.cascade import PrefixGroup, find_groups, group_that_pays
 from pagedjax.kernels.plan import CHUNK_TOKENS
-from pagedjax.runtime.sampling import SamplingBatch
+from pagedjax.runtime.sampling import SAMPLING_DTYPES, SamplingBatch
 
 Array = Any
 MAX_GROUPS = 4  # prefixes that a grouped program works once
@@ -115,6 +115,21 @@ class StepBatch:
     ragged: tuple[RaggedBatch, ...]
     sample_index: Array
     sampling: SamplingBatch
+
+
+def check_batch(batch: StepBatch) -> None:
+    """The door of the jitted step, judged while tracing: one T for tokens and plans, one Q for all samples.
+
+    Raises:
+        ValueError: Names the array, its rule in the letters of the architecture page, and what it is.
+    """
+    dims = doors.dimensions(T=batch.tokens.shape[0], Q=batch.sample_index.shape[0])
+    doors.require(dims, "positions", batch.positions, "T", np.int32)
+    for ragged in batch.ragged:
+        doors.require(dims, "slot_mapping", ragged.slot_mapping, "T", np.int32)
+    doors.require(dims, "sample_index", batch.sample_index, "Q", np.int32)
+    for name, kind in SAMPLING_DTYPES.items():
+        doors.require(dims, f"sampling.{name}", getattr(batch.sampling, name), "Q", kind)
 
 
 def shared_prefixes(

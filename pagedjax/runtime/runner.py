@@ -19,7 +19,7 @@ from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, n
 from pagedjax.models import forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.runtime.asked import answer_asked
-from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, pack, shared_prefixes
+from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
@@ -132,6 +132,7 @@ class JaxRunner:
         def step(
             params: dict[str, Any], pools: tuple[KVPool, ...], batch: StepBatch
         ) -> tuple[StepOutput, tuple[KVPool, ...]]:
+            check_batch(batch)  # while tracing; a compiled step has nothing of it
             hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
             return StepOutput(sample_tokens(rows, batch.sampling), rows, hidden), pools

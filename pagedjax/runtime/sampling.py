@@ -17,6 +17,17 @@ _INFINITY = 0x7F800000
 _SCORE_BITS = 32
 
 
+SAMPLING_DTYPES = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.uint32,
+    "sample": np.int32,
+    "position": np.int32,
+}
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
@@ -46,17 +57,20 @@ class SamplingBatch:
         params = [seq.request.sampling for seq in sequences]
         pad = size - len(sequences)
 
-        def column(values: list[Any], fill: Any, dtype: Any) -> np.ndarray:
-            return np.array(values + [fill] * pad, dtype)
-
+        values: dict[str, tuple[list[Any], Any]] = {
+            "temperature": ([p.temperature for p in params], 0.0),
+            "top_k": ([p.top_k for p in params], 0),
+            "top_p": ([p.top_p for p in params], 1.0),
+            "min_p": ([p.min_p for p in params], 0.0),
+            "seed": ([seq.request.seed for seq in sequences], 0),
+            "sample": ([seq.index for seq in sequences], 0),
+            "position": ([seq.num_tokens for seq in sequences], 0),
+        }
         return cls(
-            temperature=column([p.temperature for p in params], 0.0, np.float32),
-            top_k=column([p.top_k for p in params], 0, np.int32),
-            top_p=column([p.top_p for p in params], 1.0, np.float32),
-            min_p=column([p.min_p for p in params], 0.0, np.float32),
-            seed=column([seq.request.seed for seq in sequences], 0, np.uint32),
-            sample=column([seq.index for seq in sequences], 0, np.int32),
-            position=column([seq.num_tokens for seq in sequences], 0, np.int32),
+            **{
+                name: np.array([*column, *[fill] * pad], SAMPLING_DTYPES[name])
+                for name, (column, fill) in values.items()
+            }
         )
 
 

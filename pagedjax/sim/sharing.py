@@ -63,10 +63,6 @@ class Sorted:
         """i64[n]: tokens each prompt has in common with its best partner, in sorted order."""
         return np.maximum(self.lcp, np.append(self.lcp[1:], 0))
 
-    def distinct_blocks(self, block_size: int) -> int:
-        """Full blocks that are left when equal prefixes are stored once."""
-        return int((self.lengths // block_size - self.lcp // block_size).sum())
-
 
 def _common(a: bytes, b: bytes) -> int:
     """Tokens that two big-endian prompts have in common at the front."""
@@ -175,12 +171,6 @@ class Checkup:
     savings: tuple[BlockSaving, ...]
     groups: tuple[PromptGroup, ...]
     divergences: tuple[Divergence, ...]
-
-    @property
-    def mean_pair_share(self) -> float:
-        """Mean common prefix of two different prompts, in tokens."""
-        pairs = sum(self.pair_histogram.values())
-        return sum(k * v for k, v in self.pair_histogram.items()) / pairs if pairs else 0.0
 
 
 def check_up(

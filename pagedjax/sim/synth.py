@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -284,13 +284,3 @@ GENERATORS: dict[str, Callable[..., Trace]] = {
     "chat": chat,
     "agents": agents,
 }
-
-
-def without_outputs(trace: Trace) -> Trace:
-    """The same trace without the answers' ids: what a server that drops them would see."""
-
-    def source() -> Iterator[TraceRequest]:
-        for request in trace:
-            yield replace(request, output_ids=None)
-
-    return replace(trace, source=source, spec=f"{trace.spec};without_outputs")

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -440,3 +441,49 @@ def test_F028_a_step_whose_rows_share_a_long_prefix_reads_it_once(tiny, make_eng
     assert grouped == plain and not any(shared for shared, _ in seen)
     with pytest.raises(ValueError, match="prefix_groups=maybe: must be one of auto, on, off"):
         RuntimeConfig(prefix_groups="maybe")
+
+
+def test_the_doors_of_runner_and_decoder_name_what_is_wrong(tiny, make_engine):
+    """Shapes and dtypes in the letters of the architecture page, judged while tracing."""
+    runner = make_engine(tiny).runner
+    bucket = runner.buckets.ladder[0]
+    params, pools, batch = runner.step_args(bucket)
+    T, Q = bucket.num_tokens, bucket.num_samples
+    sampling = batch.sampling
+    for change, message in (
+        (dict(positions=batch.positions[:-1]), rf"positions=int32\[{T - 1}\]: must be int32 \[T={T}\]"),
+        (dict(tokens=batch.tokens.astype(np.int64)), rf"tokens=int(32|64)\[{T}\]|tokens"),
+        (
+            dict(sample_index=batch.sample_index.astype(np.float32)),
+            r"sample_index=float32.*must be int32 \[Q=",
+        ),
+        (dict(sampling=dataclasses.replace(sampling, seed=sampling.seed[:-1])), rf"sampling.seed.*\[Q={Q}\]"),
+    ):
+        wrong = dataclasses.replace(batch, **change)
+        if "tokens" in change:
+            with jax.enable_x64(True), pytest.raises(ValueError, match=message):
+                jax.eval_shape(runner.step_fn, params, pools, wrong)
+            continue
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(runner.step_fn, params, pools, wrong)
+
+
+def test_one_bucket_is_traced_once_whatever_it_holds(tiny, make_engine, run_all):
+    """A budget of traces: chex counts them."""
+    engine = make_engine(tiny)
+    runner, step = engine.runner, engine.runner.step_fn
+    bucket = runner.buckets.ladder[0]
+    runner.step_fn = jax.jit(
+        chex.assert_max_traces(step.__wrapped__, n=len(runner.buckets.ladder)), donate_argnums=1
+    )
+    try:
+        rng = np.random.default_rng(0)
+        for round_ in range(3):
+            for i in range(5 + round_):
+                more = dict(temperature=1.0, seed=i, top_k=i) if i % 2 else {}
+                engine.add(rng.integers(0, 256, 3 + 5 * i).tolist(), greedy(4, n=1 + i % 2, **more))
+            run_all(engine)
+        assert runner.step_fn._cache_size() <= len(runner.buckets.ladder)
+        assert (bucket, False) in runner._compiled
+    finally:
+        runner.step_fn = step

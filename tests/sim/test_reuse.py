@@ -49,6 +49,9 @@ def test_times_between_uses_are_a_plain_loops(monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_line_has_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "t.jsonl")
     write_trace(path, _trace(), granularity=1, tail_ids=True)
+    assert main(["curve", path, "--block-size", "4", "--by-group"]) == 0
+    assert [line.split(",")[0] for line in capsys.readouterr().out.split()] == ["group", "u1", "u2"]
+    write_trace(path, (replace(r, group="") for r in _trace()), granularity=1, tail_ids=True)
     assert main(["curve", path, "--block-size", "4", "--window", "10", "--capacity", "20"]) == 0
     header, *rows = capsys.readouterr().out.split()
     assert header == "window_s,requests,tokens,lru_20,lru_inf" and rows[0].startswith("0,")

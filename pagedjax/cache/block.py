@@ -113,9 +113,22 @@ class BlockPool:
         out = victims[:ready]
         if out:
             self._recycle(out, evicted=True)
-        if len(out) < n:
-            out += self._evict_leaves(n - len(out), now)
+        while len(out) < n:
+            leaf = self._first_leaf(now)
+            self._recycle([leaf], evicted=True)
+            out.append(leaf)
         return out
+
+    def _first_leaf(self, now: float) -> int:
+        """The first in the policy's order that nothing registered continues; costs a step for each that it passes."""
+        passed, width = 0, 8
+        while passed < self.num_evictable:
+            order = self.policy.victim(min(width, self.num_evictable), now)
+            for block in order[passed:]:
+                if self.index.is_leaf(block):
+                    return block
+            passed, width = len(order), 4 * width
+        raise InvariantError(f"no leaf among {self.num_evictable} evictable blocks")
 
     def drop(self, n: int, now: float = 0.0) -> int:
         """Drop the content of up to n evictable blocks, which become blank; returns how many did."""
@@ -123,40 +136,6 @@ class BlockPool:
         if count:
             self.blank += self.evict(count, now)[::-1]
         return count
-
-    def _evict_leaves(self, n: int, now: float) -> list[int]:
-        """Drop the content of the policy's first leaf, n times over.
-
-        Inner blocks that stand before it are passed over; each becomes the first leaf when its last
-        continuation goes. Costs as many steps as blocks are passed over.
-        """
-        index = self.index
-        out: list[int] = []
-        inner: dict[int, None] = {}  # passed over, in the policy's order
-        order: list[int] = []
-        exposed: list[int] = []  # of those, what the last eviction may have made a leaf
-        at = width = 0
-        while len(out) < n:
-            leaf = next((b for b in exposed if b in inner and index.is_leaf(b)), 0)
-            while not leaf:
-                if at == len(order):
-                    if width >= self.num_evictable:
-                        raise InvariantError(f"no leaf among {self.num_evictable} evictable blocks")
-                    width = min(max(2 * width, len(inner) + n - len(out)), self.num_evictable)
-                    order, at = [b for b in self.policy.victim(width, now) if b not in inner], 0
-                    continue
-                if index.is_leaf(order[at]):
-                    leaf = order[at]
-                else:
-                    inner[order[at]] = None
-                at += 1
-            inner.pop(leaf, None)
-            before = index.before(leaf)
-            self._recycle([leaf], evicted=True)
-            out.append(leaf)
-            width = min(width, self.num_evictable - 1)
-            exposed = [before] if before >= 0 else list(inner)
-        return out
 
     def _recycle(self, blocks: list[int], *, evicted: bool) -> None:
         """Content leaves: index, policy and block are cleared together, here and nowhere else."""

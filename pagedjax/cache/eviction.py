@@ -1,6 +1,6 @@
 """EvictionPolicy: in which order evictable blocks lose their content. LRU, the default.
 
-The other policies are in `policies.py`; `make_policy` knows all by name.
+The other policies are in `policies/`; `make_policy` knows all by name.
 """
 
 from __future__ import annotations

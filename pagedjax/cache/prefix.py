@@ -86,10 +86,6 @@ class PrefixIndex(Protocol):
         """Nothing registered continues the block."""
         ...
 
-    def before(self, block: int) -> int:
-        """The block that a registered one continues; 0: none does, -1: not kept, ask every block."""
-        ...
-
     def depth(self, block: int) -> int:
         """Position of a registered block in its chain; 0 where not kept."""
         ...
@@ -121,9 +117,6 @@ class Index:
 
     def is_leaf(self, block: int) -> bool:
         return True
-
-    def before(self, block: int) -> int:
-        return -1
 
     def depth(self, block: int) -> int:
         return 0

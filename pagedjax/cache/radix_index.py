@@ -333,15 +333,6 @@ class RadixIndex(Index):
                 childless[node.parent] = childless.get(node.parent, 0) + 1
         return len(blocks)
 
-    def before(self, block: int) -> int:
-        node = self._node_of[block]
-        if node is None:
-            raise InvariantError(f"block {block}: is not in the tree")
-        at = node.blocks.index(block)
-        if at:
-            return node.blocks[at - 1]
-        return node.parent.blocks[-1] if node.parent is not None and node.parent.blocks else 0
-
     def depth(self, block: int) -> int:
         node = self._node_of[block]
         return 0 if node is None else node.start + node.blocks.index(block)

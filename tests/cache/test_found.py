@@ -176,10 +176,8 @@ def _leaves_by_full_scan(pool, count, now):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"belady"}))
-@pytest.mark.parametrize(("index", "before"), [*((name, True) for name in sorted(INDEXES)), ("radix", False)])
-def test_F003_the_victim_is_the_policys_first_leaf(monkeypatch, index, policy, before):
-    if not before:
-        monkeypatch.setattr(RadixIndex, "before", Index.before)
+@pytest.mark.parametrize("index", sorted(INDEXES))
+def test_F003_the_victim_is_the_policys_first_leaf(monkeypatch, index, policy):
     managers = [PagedManager(num_blocks=21, block_size=2, index=index, policy=policy) for _ in range(2)]
     monkeypatch.setattr(
         managers[1]._groups[0].pool,

@@ -3,11 +3,14 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from pagedjax.cache import POLICIES, Hints
 from pagedjax.cache.eviction import LRU
 from pagedjax.cache.policies import Belady, CostAware, Retention, make_policy
+from pagedjax.cache.policies.adaptive import RecentCounts
+from pagedjax.sim.replay import PolicyStore
 
 NAMES = sorted(POLICIES)
 PLAIN = Hints()
@@ -205,14 +208,22 @@ def test_belady_is_not_beaten_on_single_blocks(drive):
 # Hit tokens of the trace below. A policy's figures change with its rule, and then only: write the new one down with
 # the change that makes it. A new policy gets a row.
 FROZEN = {
+    "2q": 2540,
+    "arc": 2804,
     "belady": 4076,
     "cost": 2560,
     "fifo": 1928,
+    "gdsf": 2464,
+    "lecar": 2392,
+    "length-aware": 1804,
     "lfu": 2744,
     "lru": 2148,
+    "lru-2": 3192,
     "retention": 2376,
     "s3fifo": 2880,
+    "sieve": 2936,
     "slru": 3144,
+    "w-tinylfu": 2624,
 }
 
 
@@ -246,3 +257,172 @@ def test_hit_tokens_of_one_trace_are_frozen(drive, name):
         d.send(prompt, now=float(now), hints=hints)
     assert d.m.stats.evictions > 900
     assert d.m.stats.hit_tokens == FROZEN[name]
+
+
+# --- textbooks: what the papers write down, for single blocks, a step at a time
+
+
+def _sieve(asked, size):
+    queue, visited, hand, hits = [], {}, 0, 0  # old to young
+    for x in asked:
+        if x in visited:
+            visited[x] = True
+            hits += 1
+            continue
+        if len(queue) == size:
+            while visited[queue[hand % size]]:
+                visited[queue[hand % size]] = False
+                hand = hand % size + 1
+            hand %= size
+            del visited[queue.pop(hand)]
+            if hand == len(queue):
+                hand = 0  # what stands behind the young end is the old one, not who comes next
+        queue.append(x)
+        visited[x] = False
+    return hits
+
+
+def _two_q(asked, size):
+    new, out, main, hits = [], [], [], 0
+    for x in asked:
+        if x in main:
+            main.remove(x)
+            main.append(x)
+            hits += 1
+        elif x in new:
+            hits += 1
+        else:
+            if len(new) + len(main) == size:
+                if len(new) > max(1, int(0.25 * (size + 1))):
+                    out.append(new.pop(0))
+                    del out[: -max(1, int(0.5 * (size + 1)))]
+                else:
+                    main.pop(0)
+            if x in out:  # asked after room was made, as a manager has to
+                out.remove(x)
+                main.append(x)
+            else:
+                new.append(x)
+    return hits
+
+
+def _lru_2(asked, size):
+    uses, hits = {}, 0
+    for now, x in enumerate(asked, 1):
+        if x in uses:
+            hits += 1
+            uses[x] = (uses[x][1], now)
+            continue
+        if len(uses) == size:
+            del uses[min(uses, key=uses.get)]
+        uses[x] = (0, now)
+    return hits
+
+
+def _gdsf(asked, size):
+    worth, count, arrival, age, hits = {}, {}, {}, 0.0, 0
+    for now, x in enumerate(asked):
+        if x in worth:
+            hits += 1
+            count[x] += 1
+        else:
+            if len(worth) == size:
+                victim = min(worth, key=lambda y: (worth[y], arrival[y]))
+                age = max(age, worth.pop(victim))
+            count[x] = 1
+        worth[x] = age + count[x]
+        arrival[x] = now
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("name", "textbook"), [("sieve", _sieve), ("2q", _two_q), ("lru-2", _lru_2), ("gdsf", _gdsf)]
+)
+def test_single_blocks_as_in_the_textbook(name, textbook):
+    """A store of 20 among 60 contents, some asked for often, some in bursts; every request one block."""
+    rng = random.Random(f"textbook {name}")
+    for _ in range(4):
+        asked = []
+        while len(asked) < 1500:
+            x = int(60 * rng.random() ** 2)
+            asked += [x] * rng.choice((1, 1, 1, 2))
+        store = PolicyStore(20, name)
+        hits = 0
+        for x in asked:
+            hits += store.hits(np.array([x]))
+            store.touch(np.array([x]))
+        assert hits == textbook(asked, 20)
+
+
+def test_arc_gives_the_queue_more_that_was_too_short():
+    policy = make_policy("arc", 9)
+    _put(policy, [1, 2, 3, 4, 5, 6, 7, 8])
+    policy.release([8, 7, 6, 5, 4, 3, 2, 1], 0.0)
+    policy.hit([1, 2, 3, 4], [1, 2, 3, 4], 0, PLAIN, 1.0)
+    policy.release([4, 3, 2, 1], 1.0)
+    assert policy.victim(8, 2.0) == [8, 7, 6, 5, 4, 3, 2, 1]  # no share for what was used once
+    policy.remove([8, 7])
+    policy.insert([7, 8], [b"key8", b"key7"], 0, PLAIN, 3.0)  # both come back: it should hold two
+    policy.release([8, 7], 3.0)
+    assert policy.victim(3, 4.0) == [4, 3, 2] and policy.victim(8, 4.0)[-2:] == [6, 5]
+
+
+def test_lecar_turns_from_the_expert_that_was_wrong():
+    policy = make_policy("lecar", 21)
+    blocks = list(range(1, 21))
+    _put(policy, blocks)
+    policy.release(blocks, 0.0)
+    policy.hit(blocks[:10], blocks[:10], 0, PLAIN, 1.0)
+    policy.release(blocks[:10], 1.0)
+    before = policy._lru_weight
+    for _ in range(40):  # what LFU alone lets go comes back at once, what LRU lets go never does
+        (b,) = policy.victim(1, 2.0)
+        ((_, expert),) = [next(policy._sweep())]
+        key = policy._keys[b]
+        policy.remove([b])
+        policy.insert([b], [key if expert == "lfu" else b"new%d" % policy._evictions], 0, PLAIN, 2.0)
+        policy.release([b], 2.0)
+    assert policy._lru_weight > before + 0.2
+
+
+def test_tinylfu_lets_nothing_in_that_is_asked_for_less_often():
+    policy = make_policy("w-tinylfu", 11)
+    _put(policy, [1, 2, 3])
+    policy.release([1, 2, 3], 0.0)
+    for _ in range(3):
+        policy.hit([3], [3], 0, PLAIN, 0.0)
+        policy.release([3], 0.0)
+    assert policy.victim(3, 0.0) == [1, 2, 3]  # the window is of one block; 3 pushes 1 out
+    policy.remove([1])
+    _put(policy, [4])
+    policy.release([4], 0.0)
+    policy.hit([2], [2], 0, PLAIN, 0.0)
+    policy.release([2], 0.0)
+    assert policy.victim(3, 0.0) == [4, 3, 2]  # new, and asked for less often than 3: it does not enter
+    for _ in range(3):
+        policy.hit([4], [4], 0, PLAIN, 0.0)
+        policy.release([4], 0.0)
+    assert policy.victim(3, 0.0) == [3, 4, 2]
+
+
+def test_length_aware_gives_up_ends_before_heads():
+    policy = make_policy("length-aware", 11)
+    _put(policy, [1, 2, 3])
+    _put(policy, [4, 5])
+    policy.release([3, 2, 1], 0.0)
+    policy.release([5, 4], 0.0)
+    for _ in range(3):
+        policy.hit([1, 2, 3], [1, 2, 3], 0, PLAIN, 1.0)
+        policy.release([3, 2, 1], 1.0)
+    assert policy.victim(5, 2.0) == [3, 5, 2, 4, 1]
+
+
+def test_recent_counts_fade():
+    recent = RecentCounts(10)
+    for _ in range(9):
+        recent.add(b"a")
+    for number in range(90):
+        recent.add(b"%d" % number)
+    assert recent[b"a"] == 9 and recent[b"5"] == 1
+    recent.add(b"a")  # the hundredth: all are halved
+    assert recent[b"a"] == 5 and recent[b"5"] == 0 and len(recent._counts) == 1

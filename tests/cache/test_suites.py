@@ -1,5 +1,6 @@
 """The suites that plug-ins are checked by, over all that is built in."""
 
+from pagedjax.cache import INDEXES, POLICIES
 from pagedjax.cache.policies import Belady
 from pagedjax.cache.verified_index import VerifiedHashIndex
 from pagedjax.testing import IndexSuite, PolicySuite, installed
@@ -16,7 +17,6 @@ class TestVerified(IndexSuite):
 
 
 def test_every_name_has_its_suite():
-    from pagedjax.cache import INDEXES, POLICIES
-
-    assert {f"TestPolicy{n.title()}" for n in POLICIES if n != "belady"} <= globals().keys()
-    assert {f"TestIndex{n.title()}" for n in INDEXES} <= globals().keys()
+    policies = {vars(suite)["policy"] for name, suite in globals().items() if name.startswith("TestPolicy")}
+    indexes = {vars(suite)["index"] for name, suite in globals().items() if name.startswith("TestIndex")}
+    assert policies == POLICIES.keys() - {"belady"} and indexes == INDEXES.keys()

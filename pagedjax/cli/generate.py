@@ -249,7 +249,7 @@ def _json_job(where: str, job: Any) -> dict[str, Any]:
                 + (f"did you mean {near[0]}?" if near else "leave it out")
             )
     given = {k: fields[k] for k, t in kinds.items() if isinstance(fields.get(k), t) and fields[k]}
-    if len(given) != 1 or len(fields) != 1:
+    if len(given) != 1 or sum(value is not None for value in fields.values()) != 1:
         raise ValueError(
             f'{where}: must be an object with one of "prompt", "token_ids" or "messages", not empty'
         )

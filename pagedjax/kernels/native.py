@@ -107,6 +107,7 @@ def build() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"native CPU kernel: {' '.join(command)} failed:\n{done.stderr.strip()}")
+        made.chmod(0o755)  # whatever the umask: a file that everybody may write is not loaded
         try:
             made.replace(path)  # at once, so that another process never loads half a library
         except OSError as error:  # a folder of that name, a file that is another's

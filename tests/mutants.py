@@ -241,9 +241,9 @@ MUTANTS = (
         ("sim/test_transfer.py",),
     ),
     Mutant(
-        "fleet: links are shared by number alone",
-        "                    room[link.name] = (link, max(left - rate, 0.0), users - 1)\n",
-        "                    room[link.name] = (link, left, users)\n",
+        "fleet: links are not shared",
+        "            rate = capacity / count\n",
+        "            rate = capacity\n",
         ("sim/test_transfer.py",),
     ),
     Mutant(

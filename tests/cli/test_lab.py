@@ -233,6 +233,10 @@ def test_F081_hits_of_lengths_are_unknown_not_0(files: Path, capsys: pytest.Capt
         assert main(["trace", "info", name]) == 0
         out = capsys.readouterr().out
         assert "hit rate          unknown" in out and "0.0000" not in out
+        for command in ("fleet", "simulate"):
+            assert main([command, name, "--quiet"]) == 0
+            out = capsys.readouterr().out
+            assert "hit rate          unknown" in out and "0.0000" not in out
         for command in ("curve", "advise"):
             assert main([command, name]) == 2
             out, err = capsys.readouterr()

@@ -7,7 +7,10 @@ updated in place. What it cannot show is time.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import importlib.util
+import multiprocessing
 import os
 import re
 import time
@@ -239,6 +242,11 @@ def compile(
         NotImplementedError: The target's compiler is not installed, or refuses the program: the message
             carries its reason.
     """
+    if not _of_this_process(target):
+        raise NotImplementedError(
+            f"{name} on {target}: this process has compiled for another compute capability, which ptxas is told "
+            "once; compile for one target a process"
+        )
     device, _ = _device(target)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -273,6 +281,24 @@ def compile(
         limits,
         hlo,
     )
+
+
+_FIRST_CAPABILITY: list[tuple[int, int]] = []
+
+
+def _of_this_process(target: str) -> bool:
+    """Whether this process may compile for a target: Mosaic GPU tells ptxas the first capability it meets, for good."""
+    if target not in GPUS:
+        return True
+    if not _FIRST_CAPABILITY:
+        _FIRST_CAPABILITY.append(GPUS[target].compute_capability)
+    return _FIRST_CAPABILITY[0] == GPUS[target].compute_capability
+
+
+@functools.cache
+def _worker(capability: tuple[int, int]) -> concurrent.futures.Executor:
+    """A process that compiles for one compute capability."""
+    return concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def installed(target: str) -> bool:
@@ -380,11 +406,24 @@ def geometries(target: str) -> list[Geometry]:
         blocks = (8, 16, 64, 128)
     if target in ("l4", "b200"):
         return [Geometry(*heads, size, dtype) for dtype in dtypes for heads in _HEADS[:2] for size in blocks]
-    return [Geometry(*heads, size, dtype) for dtype in dtypes for heads in _HEADS for size in blocks]
+    # cp.async cannot deal 16 rows of 80 lanes out to four warps; `pallas_mma` refuses them there.
+    least = 32 if TARGETS[target].kernel == "pallas_mma" else 1
+    return [
+        Geometry(*heads, max(size, least) if heads[2] % 32 else size, dtype)
+        for dtype in dtypes
+        for heads in _HEADS
+        for size in blocks
+    ]
 
 
 def compile_attention(target: str, geometry: Geometry, **params: Any) -> Compiled:
-    """Compile one layer's write and attention with the kernel made for the target; see `attention_step`."""
+    """Compile one layer's write and attention with the kernel made for the target; see `attention_step`.
+
+    GPUs of another compute capability than this process has compiled for are compiled for in a process of their own.
+    """
+    if not _of_this_process(target):
+        call = functools.partial(compile_attention, target, geometry, **params)
+        return _worker(GPUS[target].compute_capability).submit(call).result()
     layout = geometry.layout()
     kernel = TARGETS[target].kernel if target in TARGETS else ""
     fn, args = attention_step(layout, geometry.num_heads, implementation=kernel, **params)

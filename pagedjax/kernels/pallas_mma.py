@@ -8,9 +8,9 @@ through shared memory, where the queries were.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227
 _SHARED_KIB_ELSEWHERE = 99
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _GpuChip:
     """What of a GPU decides how the kernel is made: how blocks come, and how many key tiles lie side by side."""
 
@@ -65,7 +65,8 @@ def attend(
 
     Raises:
         NotImplementedError: No GPU of compute capability 8.0 to 10.x, float32, blocks under 8 tokens or over one
-            chunk, head dims that are no multiple of 16, more than 64 query heads per KV head.
+            chunk, head dims that are no multiple of 16, more than 64 query heads per KV head; before Hopper, blocks
+            whose rows of a head cannot be dealt out to four warps.
     """
     chip = _chip(interpret)
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "mma rounds float32")
@@ -113,7 +114,10 @@ def _entries(
     """Runs the kernel over work entries: arguments and results as of the Hopper kernel's `_entries`."""
     layout = pool.layout
     K, H = layout.num_kv_heads, layout.head_dim
+    lanes = _tile_lanes(min(layout.block_size, KEYS), H, chip)
     R = -(-q.shape[2] // SUBLANES) * SUBLANES
+    while not _copies(R, H, lanes, chip):
+        R += SUBLANES
     # The left operand is loaded whole: what stands behind its last row must be there, and is never written out.
     q = jnp.pad(q.astype(pool.data.dtype), ((0, 0), (0, 0), (0, R - q.shape[2]), (0, 0)))
     table, which, pos, first, stop = entry
@@ -128,9 +132,34 @@ def _entries(
         grid=(W, K),
         grid_names=("entry", "head"),
         scratch_types=_scratch(shape, pool.data.dtype, chip),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=dataclasses.replace(
+            # The inference of layouts knows no `mma`; every layout stands in the program.
+            plgpu.CompilerParams(approx_math=True),
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         interpret=interpret or None,
     )(table, which, pos, first, stop, rows.reshape(-1), q, pool.data)
+
+
+def _copies(rows: int, head_dim: int, lanes: int, chip: _GpuChip) -> bool:
+    """Whether a copy of so many rows goes in tiles of (8, lanes): cp.async deals them out to four warps."""
+    down, across = rows // SUBLANES, head_dim // lanes
+    return chip.tma or down % 4 == 0 or (down % 2 == 0 and across % 2 == 0) or across % 4 == 0
+
+
+def _tile_lanes(keys: int, head_dim: int, chip: _GpuChip) -> int:
+    """Lanes of a shared-memory tile: the widest that divide the head and by which `keys` rows can be copied.
+
+    Raises:
+        NotImplementedError: There are none.
+    """
+    for lanes in (64, 32, 16):
+        if head_dim % lanes == 0 and _copies(keys, head_dim, lanes, chip):
+            return lanes
+    raise NotImplementedError(
+        f"head_dim={head_dim}, blocks of {keys}: cp.async copies 16 lanes of 8 rows a warp; blocks must have at "
+        "least 32 tokens, or use 'xla'"
+    )
 
 
 def _stages(shape: GpuShape, chip: _GpuChip) -> int:
@@ -156,17 +185,17 @@ def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int]) -> int:
 
 def _scratch(shape: GpuShape, dtype: Any, chip: _GpuChip) -> list[Any]:
     H, stages = shape.head_dim, _stages(shape, chip)
+    of_head = _tile_lanes(shape.unit, H, chip)
 
-    def tiled(*dims: int) -> Any:
-        lanes = shape.swizzle // 2 if dims[-1] == H else 64
+    def tiled(lanes: int, *dims: int) -> Any:
         transforms = (plgpu.TilingTransform((SUBLANES, lanes)), plgpu.SwizzleTransform(2 * lanes))
         return plgpu.SMEM(dims, dtype, transforms=transforms)
 
-    kv = tiled(stages, KEYS, H)
+    kv = tiled(of_head, stages, KEYS, H)
     scratch = [
         # The keys and values are done with when the result is laid down, queries when probabilities come.
         plgpu.RefUnion([kv, kv], plgpu.SMEM((ROWS, H), jnp.float32)),
-        plgpu.RefUnion(tiled(ROWS, H), tiled(ROWS, KEYS)),
+        plgpu.RefUnion(tiled(of_head, ROWS, H), tiled(64, ROWS, KEYS)),
     ]
     if chip.tma:
         arrivals = 2 * (KEYS // shape.unit)
@@ -266,13 +295,13 @@ def _kernel(
         if not chip.tma:
             plgpu.wait_gmem_to_smem(0)
         sync()
-        o_smem[...] = acc
+        plgpu.store(o_smem, acc, optimized=False)
         sync()
         vector = math.gcd(4, shape.rows * H // 128)
         strided = plgpu.Layout.WG_STRIDED((shape.rows, H), vec_size=vector)
-        o_ref[w, head] = plgpu.load(o_smem.at[pl.ds(0, shape.rows)], layout=strided, optimized=False)
-        m_ref[w, head] = m
-        l_ref[w, head] = l
+        result = plgpu.load(o_smem.at[pl.ds(0, shape.rows)], layout=strided, optimized=False)
+        for ref, value in ((o_ref, result), (m_ref, m), (l_ref, l)):
+            plgpu.store(ref.at[w, head], value, optimized=False)
 
 
 def _load(ref: Any, layout: Any) -> Any:
@@ -296,7 +325,7 @@ def _clear_unseen_values(
         if shape.window is not None:
             written &= key > pos - shape.window
         values = _load(v_smem.at[slot], layout)
-        v_smem[slot] = jnp.where(written, values, jnp.zeros_like(values))
+        plgpu.store(v_smem.at[slot], jnp.where(written, values, jnp.zeros_like(values)), optimized=False)
         sync()
 
 

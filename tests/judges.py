@@ -101,6 +101,13 @@ def _to64(tree):
     return np.asarray(tree).astype(np.float64)
 
 
+def compile_quickly(runner) -> None:
+    """From now on a `JaxRunner` compiles its steps with QUICK."""
+    import jax
+
+    runner.step_fn = jax.jit(runner.step_fn.__wrapped__, donate_argnums=1, compiler_options=QUICK)
+
+
 class PagedModel:
     """A decoder over its own pool with scattered blocks: feed chunks of several sequences, get logits."""
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from judges import QUICK, numpy_forward, read_stories
+from judges import compile_quickly, numpy_forward, read_stories
 
 from pagedjax.cache import CopyPlan, KVGroup, PagedManager
 from pagedjax.config import SchedulerConfig
@@ -69,12 +69,6 @@ class TestRunner(JaxRunner):
 
     manager: PagedManager
     poison: bool
-
-    def __init__(self, *args: Any, quick: bool, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if quick:
-            step: Any = self.step_fn
-            self.step_fn = jax.jit(step.__wrapped__, donate_argnums=1, compiler_options=QUICK)
 
     def execute(self, plan: Any) -> Any:
         if self.poison:
@@ -154,8 +148,9 @@ def make_engine(_runners) -> Callable[..., Engine]:
                 max_model_len=max_model_len,
                 buckets=buckets,
                 host_blocks=HOST_BLOCKS,
-                quick=quick,
             )
+            if quick:
+                compile_quickly(_runners[key])
         runner = _runners[key]
         runner.manager = manager = PagedManager(
             num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, **options

@@ -43,6 +43,8 @@ def _trace(rows: list[TraceRequest], granularity: int = 1) -> Trace:
 def real_runner():
     """The real runner on the tiny model, compiled once for all workloads."""
     jax = pytest.importorskip("jax")
+    from judges import compile_quickly
+
     from pagedjax.kernels import KVLayout
     from pagedjax.runtime import Buckets, JaxRunner
     from pagedjax.testing import tiny_config, tiny_params
@@ -51,7 +53,9 @@ def real_runner():
     layout = KVLayout(model.num_layers, NUM_BLOCKS, BLOCK, model.num_kv_heads, model.head_dim, "float32")
     buckets = Buckets(CONFIG, decode_sizes=1, prefill_sizes=1)
     params = jax.tree.map(jax.device_put, tiny_params(model))
-    return JaxRunner(model, params, layout, CONFIG, max_model_len=MAX_LEN, buckets=buckets)
+    runner = JaxRunner(model, params, layout, CONFIG, max_model_len=MAX_LEN, buckets=buckets)
+    compile_quickly(runner)
+    return runner
 
 
 def _workload(seed: int) -> list[tuple[float, list[int], int]]:

@@ -72,8 +72,8 @@ class CacheConfig:
         memory_bytes: Bytes for the pool where num_blocks is not given.
         index: Prefix index: "hash" (chained block hashes), "radix" (a tree over tokens), "table" (sharing by
             fork only), the name of an installed plug-in, or "module:Class".
-        policy: Eviction policy: a name of docs/policies.md (lru, lfu, slru, s3fifo, arc, cost, retention, …) or of an
-            installed plug-in, or "module:Class".
+        policy: Eviction policy: lru, fifo, lfu, slru, s3fifo, cost, retention (by what requests ask,
+            `SamplingParams.retention`; where none asks, lru), the name of an installed plug-in, or "module:Class".
         hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
@@ -168,7 +168,8 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: Sequences that run at once.
         token_budget: Tokens per step, decodes and prefill chunks together.
-        chunk_tokens: Longest prefill chunk of one sequence in one step; 0 is the token budget.
+        chunk_tokens: Longest prefill chunk of one sequence in one step; 0 is the token budget. Below it a short prompt
+            behind a long one need not wait for its end. Without chunked_prefill it has no effect.
         chunked_prefill: Off: a prompt is computed in one step or refused at submission.
         preemption: What becomes of a request that has to give its blocks up: "recompute" drops them, "swap"
             moves them to the host (cache.host_blocks), "auto" chooses what is predicted to be quicker.

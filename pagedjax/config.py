@@ -72,8 +72,9 @@ class CacheConfig:
         memory_bytes: Bytes for the pool where num_blocks is not given.
         index: Prefix index: "hash" (chained block hashes), "radix" (a tree over tokens), "table" (sharing by
             fork only), the name of an installed plug-in, or "module:Class".
-        policy: Eviction policy: lru, fifo, lfu, slru, s3fifo, cost, retention (by what requests ask,
-            `SamplingParams.retention`; where none asks, lru), the name of an installed plug-in, or "module:Class".
+        policy: Eviction policy: a name of docs/policies.md (lru, lfu, slru, s3fifo, arc, cost, retention, …) or of an
+            installed plug-in, or "module:Class". retention goes by what requests ask (`SamplingParams.retention`);
+            where none asks, it is lru.
         hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.

@@ -276,6 +276,8 @@ MISUSES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "granularity against the file": ("m.jsonl", jsonl(_ids(2, 1, 1000, block_size=512)), {"granularity": 16}, "block_size=512: must be granularity=16 as given"),
     "sessions of lengths": ("a.csv", AZURE, {"common_prefix": True}, "common_prefix: .* holds no agentic sessions"),
     "mixed rows": ("a.jsonl", jsonl({"prompt": "a"}, {"messages": _said("hi")}), {}, ":2: fields .*must hold a non-empty string `prompt`"),
+    "some rows without a time": ("a.csv", BURST.replace("45,", ","), {}, r":3: no time \(TIMESTAMP or .*: must have one as the first row has"),
+    "some rows with a time": ("a.jsonl", jsonl({"prompt": "a"}, {"prompt": "a", "arrival_s": 3}), {}, ":2: a time .*: must have none as the first row has"),
     "mixed times": ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n5,1,1\n", {}, ":3: TIMESTAMP='5': must be a date as in the first row"),
     "a batch's output": ("b.jsonl", jsonl({"id": "x", "custom_id": "a", "response": {"body": {}}, "error": None}), {}, "the output of a batch: holds no prompts; give the batch's input file"),
     "messages that are no JSON": ("c.csv", "messages\nhi\n", {}, ":2: wrong JSON at column 1 .* messages must be a JSON list of messages"),

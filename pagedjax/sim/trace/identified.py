@@ -45,7 +45,7 @@ def open_ids(source: Source) -> Trace:
     delays = any(source.column("delay", record) for _, record in islice(source.rows(), _LOOKED_AT))
 
     def requests() -> Iterator[TraceRequest]:
-        times = Times(source, increasing=not delays)
+        times = Times(source, increasing=not delays, some=True)
         last: dict[str, float] | None = {} if delays else None
         roots: dict[str, str] = {}
         for line, record in source.rows():

@@ -103,10 +103,12 @@ class Times:
     Args:
         source: Whose `time` columns they are.
         increasing: Refuse times that run backwards.
+        some: Rows without a time are the reader's affair; else all rows have one, or none has.
     """
 
-    def __init__(self, source: Source, *, increasing: bool = True) -> None:
+    def __init__(self, source: Source, *, increasing: bool = True, some: bool = False) -> None:
         self._source = source
+        self._timed = None if some else source.column("time") is not None
         self._increasing = increasing and not source.reading.sort
         self._scale = 0.0
         self._base: float | datetime | None = None
@@ -119,6 +121,10 @@ class Times:
             TraceError: It is no time, its unit is unknown or does not fit it, or it runs backwards.
         """
         name = self._source.column("time", row.record)
+        if self._timed is not None and self._timed != (name is not None):
+            times = " or ".join(self._source.columns["time"][:3])
+            got, rule = ("no", "must have one") if self._timed else ("a", "must have none")
+            row.fail(f"{got} time ({times})", f"{rule} as the first row has")
         if name is None:
             return None
         value = row.record[name]

@@ -23,9 +23,19 @@ SMOLLM = (9, 3, 64)
 LLAMA = (32, 8, 128)
 
 
+# One program per target by default, two where the kernel is another.
+_FULL = {(name, LLAMA) for name in ("l4", "rtx4090", "b200", "v5p", "v6e")}
+
+
 @pytest.mark.parametrize(
     "target, heads",
-    [pytest.param(name, heads, marks=needs(name)) for name in aot.TARGETS for heads in (SMOLLM, LLAMA)],
+    [
+        pytest.param(
+            name, heads, marks=[needs(name), *([pytest.mark.full] if (name, heads) in _FULL else [])]
+        )
+        for name in aot.TARGETS
+        for heads in (SMOLLM, LLAMA)
+    ],
 )
 def test_decode_compiles_in_place(target, heads):
     dtype = "bfloat16"

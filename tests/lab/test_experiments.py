@@ -223,8 +223,9 @@ def test_ctrl_c_ends_a_run_at_once(tmp_path: Path, group: bool) -> None:
     """With workers in the middle of long units and many more queued; what is finished stays."""
     script = tmp_path / "asker.py"
     script.write_text(
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
         "from pagedjax.lab import workers\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background\n"
         "if __name__ == '__main__':\n"
         "    calls = [(i, time.sleep, (600 if i else 0.01,)) for i in range(6)]\n"
         "    with workers.local(2) as pool:\n"

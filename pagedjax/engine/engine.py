@@ -18,18 +18,10 @@ import numpy as np
 from pagedjax.cache import InvariantError, KVCacheManager, ResetReport
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.beam import check_width
 from pagedjax.engine.interrupts import HeldInterrupts
+from pagedjax.engine.limits import check_ends, check_input
 from pagedjax.engine.outputs import Outputs
-from pagedjax.engine.request import (
-    MAX_END_IDS,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    check_token_ids,
-)
+from pagedjax.engine.request import FinishReason, Request, RequestOutput, SamplingParams, Sequence
 from pagedjax.engine.results import Results
 from pagedjax.engine.scheduler import Scheduler
 from pagedjax.engine.step import Lengths, Observer, Runner, StepPlan, StepRecord, StepResult
@@ -104,24 +96,9 @@ class Engine:
 
     def check(self, prompt_token_ids: Seq[int] | np.ndarray, sampling: SamplingParams) -> None:
         """Raise what `add` would raise for this prompt, without adding it."""
-        if not isinstance(sampling, SamplingParams):
-            raise ValueError(
-                f"sampling={sampling!r}: must be SamplingParams; try SamplingParams(max_tokens=16)"
-            )
-        check_token_ids(prompt_token_ids, self.runner.vocab_size)
-        for token in sampling.logit_bias:
-            if token >= (self.runner.vocab_size or token + 1):
-                raise ValueError(
-                    f"logit_bias[{token}]: must be in [0, {self.runner.vocab_size}), the model's vocabulary"
-                )
+        check_input(prompt_token_ids, sampling, self.runner.vocab_size, has_text=self._outputs.has_text)
         self.scheduler.check(len(prompt_token_ids), sampling)
-        ends = self._results.end_ids(sampling)
-        if len(ends) > MAX_END_IDS:
-            raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")
-        if sampling.beam_width:
-            check_width(sampling.beam_width, len(ends))
-        if sampling.stop and not self._outputs.has_text:
-            raise ValueError("stop: needs a tokenizer to find strings; give stop_token_ids instead")
+        check_ends(sampling, self._results.end_ids(sampling))
 
     def add(
         self,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from pagedjax.cache import Hints, KVCacheManager
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine.request import SamplingParams
+from pagedjax.engine.beam import check_width
+from pagedjax.engine.request import MAX_END_IDS, SamplingParams, check_token_ids
 
 
 def expected_output(sampling: SamplingParams, num_output_tokens: int = 0) -> Hints:
@@ -103,3 +107,29 @@ def check_request(
             f"prompt of {num_prompt_tokens} tokens: must fit token_budget={config.token_budget} where "
             "chunked_prefill is off; turn it on or raise the budget"
         )
+
+
+def check_input(
+    prompt_token_ids: Sequence[int] | np.ndarray,
+    sampling: SamplingParams,
+    vocab_size: int | None,
+    *,
+    has_text: bool,
+) -> None:
+    """Raise where a request is no request: wrong types, ids beyond the vocabulary, stop strings without text."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling={sampling!r}: must be SamplingParams; try SamplingParams(max_tokens=16)")
+    check_token_ids(prompt_token_ids, vocab_size)
+    for token in sampling.logit_bias:
+        if token >= (vocab_size or token + 1):
+            raise ValueError(f"logit_bias[{token}]: must be in [0, {vocab_size}), the model's vocabulary")
+    if sampling.stop and not has_text:
+        raise ValueError("stop: needs a tokenizer to find strings; give stop_token_ids instead")
+
+
+def check_ends(sampling: SamplingParams, ends: Collection[int]) -> None:
+    """Raise where more tokens end a sample than a step can watch for."""
+    if len(ends) > MAX_END_IDS:
+        raise ValueError(f"{len(ends)} tokens end a sample: at most {MAX_END_IDS} may; leave some out")
+    if sampling.beam_width:
+        check_width(sampling.beam_width, len(ends))

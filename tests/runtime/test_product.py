@@ -83,7 +83,8 @@ def check(tiny, make_engine, greedy_judge):
             poison=forced == "none",
             **options,
         )
-        _leave_free(engine.manager, 64)
+        # Parts of blocks are found where their whole blocks outlive their request.
+        _leave_free(engine.manager, 96 if options["partial"] else 64)
         rng = np.random.default_rng(0)
         ids, outputs = [], {}
         for number, prompt in enumerate(PROMPTS):

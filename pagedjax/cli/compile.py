@@ -31,7 +31,7 @@ _IDLE: dict[str, tuple[str, ...]] = {
     "--kernels": ("pool_bytes",),
     "--step": (),
     "--table": (*_READS, "layers", "pool_bytes"),
-    "--bundles": (*_READS, "what", "batch", "context", "layers", "pool_bytes", "quiet"),
+    "--bundles": (*_READS, "batch", "context", "layers", "pool_bytes", "quiet"),
 }
 
 
@@ -39,9 +39,9 @@ _IDLE: dict[str, tuple[str, ...]] = {
 @click.option(
     "--target", "targets", multiple=True, required=True, type=click.Choice(_TARGETS), help="Repeatable."
 )
-@click.option("--kernels", "what", flag_value="kernels", default="kernels", help="The model's attention.")
-@click.option("--step", "what", flag_value="step", help="The whole decode step, sampling included.")
-@click.option("--table", "what", flag_value="table", help="The kernels' table of geometries, no model.")
+@click.option("--kernels", is_flag=True, help="The model's attention; the default.")
+@click.option("--step", is_flag=True, help="The whole decode step, sampling included.")
+@click.option("--table", is_flag=True, help="The kernels' table of geometries, no model.")
 @click.option(
     "--bundles", is_flag=True, help="TPU: count VLIW bundles per chunk and row beside the HBM floor."
 )
@@ -57,7 +57,9 @@ def command(
     ctx: click.Context,
     common: Common,
     targets: tuple[str, ...],
-    what: str,
+    kernels: bool,
+    step: bool,
+    table: bool,
     bundles: bool,
     batch: int,
     context: int,
@@ -69,8 +71,14 @@ def command(
     The model may be a folder, a config.json alone or the name of one in configs/shapes/: no weights are read. Needs
     the extra tpu (libtpu) or cuda (the plugin and pjrt, no driver). Exit code 1 where a compiler refuses.
     """
-    mode = "--bundles" if bundles else f"--{what}"
-    refuse_with(ctx, mode, _IDLE[mode])
+    modes = {"kernels": kernels, "step": step, "table": table, "bundles": bundles}
+    asked = [name for name, given in modes.items() if given] or ["kernels"]
+    if len(asked) > 1:
+        raise click.UsageError(
+            f"--{' and --'.join(asked)}: each is another thing to compile; give one of them"
+        )
+    what = asked[0]
+    refuse_with(ctx, f"--{what}", _IDLE[f"--{what}"])
     # The CUDA plugin would look for a driver otherwise; it must be set before jax is imported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from pagedjax.kernels import aot

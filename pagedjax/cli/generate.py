@@ -123,6 +123,9 @@ def command(
     ]
     if not jobs:
         raise click.UsageError('no prompt; give one as an argument, --file FILE, or "-" for stdin')
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling[name] and not common.as_json:
+            raise click.UsageError(f"--{name.replace('_', '-')}: is printed with --json only; give it, too")
     if record_text and record is None:
         raise click.UsageError("--record-text: needs --record FILE")
     from pagedjax.cache import ExtraKeys

@@ -29,6 +29,8 @@ class Admission:
 
     def num_changes(self) -> int:
         """Grows with every content that leaves: unchanged, no recorded hit is stale."""
+        if (one := self.matcher.one) is not None:
+            return one.pool.num_recycled + one.tier.version
         return sum([group.pool.num_recycled + group.tier.version for group in self.matcher.groups])
 
     def num_waiting(self, state: SeqState, group: Group) -> int:

@@ -101,9 +101,7 @@ class HashIndex(Index):
     @staticmethod
     def _neighbours(children: Siblings, wanted: bytes) -> list[int]:
         """Of children sorted by tokens, those between which `wanted` falls: one shares most with it."""
-        place = (wanted,)
-        sides = (next(children.before(place), None), next(children.after(place), None))
-        return [item[1] for item in sides if item is not None]
+        return [item[1] for item in children.around((wanted,))]
 
     def _parent_key(self, chain: TokenChain, index: int) -> bytes:
         return chain.digests(index)[index - 1] if index else chain.scheme.root + chain.extra.namespace

@@ -102,7 +102,7 @@ class Matcher:
             return [[] for _ in self.groups], 0
         if self.one is not None:
             blocks, tokens = self.one.index.lookup(chain, limit)
-            if host and len(self.one.tier) and tokens + self.block_size <= limit:
+            if self.has_host and host and len(self.one.tier) and tokens + self.block_size <= limit:
                 self._continue_on_host(self.one, chain, blocks, limit // self.block_size)
                 tokens = len(blocks) * self.block_size
             return [blocks], tokens

@@ -58,12 +58,15 @@ class Registrar:
         blocks = table[first:full]
         if not blocks:
             return
-        before = state.anchors.get((group.id, first - 1), table[first - 1]) if first else 0
+        before = table[first - 1] if first else 0
+        if state.anchors:
+            before = state.anchors.get((group.id, first - 1), before)
         if index.leaf_only and first and group.pool.keys[before] is None:
             return  # what continues a block that we do not hold would keep it from eviction
         known, twins = index.register(state.chain, first, blocks, before, dedup=self._dedup)
         digests = state.chain.digests(full)[first:full]
-        if known is blocks:
+        keys = group.pool.keys
+        if known is blocks or (known == blocks and not any(map(keys.__getitem__, blocks))):
             self._enter(group, state, first, before, blocks, digests, now)
         else:
             self._register_some(group, state, first, known, digests, now)
@@ -80,17 +83,19 @@ class Registrar:
         now: float,
     ) -> None:
         """A run of blocks became findable."""
-        keys = group.pool.keys
+        pool = group.pool
+        keys = pool.keys
         for b, digest in zip(blocks, digests):
             keys[b] = digest
-        if group.pool.changed is not None:
-            group.pool.changed.update(blocks)
+        if pool.changed is not None:
+            pool.changed.update(blocks)
         if group.link is not None:
             group.link(before, blocks[0])
-        group.pool.policy.insert(blocks, digests, first, state.hints, now)
+        pool.policy.insert(blocks, digests, first, state.hints, now)
         if group.host_verifies:
             group.remember(state.chain, first, blocks)
-        self._report(group, state, first, blocks, digests, now)
+        if self._events is not None:
+            self._report(self._events, group, state, first, blocks, digests, now)
         self._stats.blocks_indexed += len(blocks)
 
     def _register_some(
@@ -158,9 +163,15 @@ class Registrar:
     def _on_host(self, group: Group, report: Callable[..., None], digest: bytes, slot: int) -> None:
         report(self._clock(), group.id, "host", [digest], [slot])
 
+    @staticmethod
     def _report(
-        self, group: Group, state: SeqState, first: int, blocks: list[int], digests: list[bytes], now: float
+        events: EventLog,
+        group: Group,
+        state: SeqState,
+        first: int,
+        blocks: list[int],
+        digests: list[bytes],
+        now: float,
     ) -> None:
-        if self._events is not None:
-            parent = state.chain.digest(first - 1) if first else None
-            self._events.stored(now, group.id, "device", digests, blocks, parent)
+        parent = state.chain.digest(first - 1) if first else None
+        events.stored(now, group.id, "device", digests, blocks, parent)

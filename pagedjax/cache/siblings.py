@@ -62,6 +62,17 @@ class Siblings:
         else:
             self._lasts[at] = part[-1]
 
+    def around(self, item: Any) -> list[Any]:
+        """The nearest smaller item and the nearest that is not smaller, those that there are."""
+        at = bisect_left(self._lasts, item)
+        if at == len(self._parts):
+            return self._lasts[-1:]
+        part = self._parts[at]
+        place = bisect_left(part, item)
+        if place:
+            return part[place - 1 : place + 1]
+        return [self._lasts[at - 1], part[0]] if at else part[:1]
+
     def before(self, item: Any) -> Iterator[Any]:
         """Items smaller than this one, the nearest first."""
         at = bisect_left(self._lasts, item)

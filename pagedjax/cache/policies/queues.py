@@ -82,6 +82,8 @@ class S3FIFO:
         self._keys: dict[int, bytes] = {}
         self._ghost: OrderedDict[bytes, None] = OrderedDict()
         self._clock = 0
+        # What `victim` found and `remove` is about to ask again: the victims, and the moves on the way to them.
+        self._found: tuple[list[int], list[tuple[int, int]]] | None = None
 
     def _enter(self, block: int, *, main: bool) -> None:
         self._clock += 1
@@ -90,12 +92,14 @@ class S3FIFO:
         (self._in_main.add if main else self._in_main.discard)(block)
 
     def insert(self, blocks: list[int], keys: list[bytes], first: int, hints: Hints, now: float) -> None:
+        self._found = None
         for b, key in zip(reversed(blocks), reversed(keys)):
             self._keys[b] = key
             self._enter(b, main=key in self._ghost)
             self._ghost.pop(key, None)
 
     def hit(self, blocks: list[int], idle: list[int], first: int, hints: Hints, now: float) -> None:
+        self._found = None
         for b in idle:
             self._small.discard(b)
             self._main.discard(b)
@@ -103,6 +107,7 @@ class S3FIFO:
             self._uses[b] = min(self._uses[b] + 1, 3)
 
     def release(self, blocks: list[int], now: float) -> None:
+        self._found = None
         for b in blocks:
             (self._main if b in self._in_main else self._small).push(b, self._entered[b])
 
@@ -137,9 +142,29 @@ class S3FIFO:
             yield b, left
 
     def victim(self, count: int, now: float) -> list[int]:
-        return list(islice((b for b, left in self._sweep() if left is None), count))
+        if count == 1:  # what a growing sequence asks for; mostly the head of a queue goes at once
+            small = len(self._keys) - len(self._in_main)
+            from_small = bool(self._small) and (small >= self._small_limit or not self._main)
+            head = (self._small if from_small else self._main).first(1)
+            if head and self._uses[head[0]] <= from_small:
+                self._found = head, []
+                return list(head)
+        victims: list[int] = []
+        moves: list[tuple[int, int]] = []
+        for b, left in self._sweep() if count > 0 else ():
+            if left is not None:
+                moves.append((b, left))
+                continue
+            victims.append(b)
+            if len(victims) == count:
+                break
+        self._found = victims, moves
+        return list(victims)
 
-    def remove(self, blocks: list[int]) -> None:
+    def _moves_to(self, blocks: list[int]) -> list[tuple[int, int]]:
+        """The moves on the way to the last of these blocks."""
+        if self._found is not None and self._found[0] == blocks:
+            return self._found[1]
         wanted = set(blocks)
         moves = []
         for b, left in self._sweep():
@@ -149,7 +174,12 @@ class S3FIFO:
             wanted.discard(b)
             if not wanted:
                 break
-        for b, left in moves:  # on the way to the last of them
+        return moves
+
+    def remove(self, blocks: list[int]) -> None:
+        moves = self._moves_to(blocks)
+        self._found = None
+        for b, left in moves:
             self._small.discard(b)
             self._main.discard(b)
             self._enter(b, main=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from pagedjax.cache.protocol import Hints
@@ -29,10 +28,8 @@ class ScoreQueue:
 
     def push(self, block: int, score: Any) -> None:
         self._arrivals += 1
-        self._place((score, self._arrivals, block))
-
-    def _place(self, entry: tuple[Any, int, int]) -> None:
-        self._live[entry[2]] = entry
+        entry = (score, self._arrivals, block)
+        self._live[block] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = sorted(self._live.values())
@@ -43,7 +40,8 @@ class ScoreQueue:
 
     def rescore(self, block: int, score: Any) -> None:
         """Another score for a block that is there; among equals it keeps the place of its arrival."""
-        self._place((score, self._live[block][1], block))
+        entry = self._live[block] = (score, self._live[block][1], block)
+        heapq.heappush(self._heap, entry)
 
     def discard(self, block: int) -> Any:
         """Remove a block if it is there; returns its score, or None."""
@@ -65,7 +63,19 @@ class ScoreQueue:
 
     def first(self, count: int) -> list[int]:
         """The first `count` blocks in order; they stay."""
-        return list(islice(self.ordered(), count))
+        heap, live = self._heap, self._live
+        if count == 1:  # what a growing sequence asks for
+            while heap and live.get(heap[0][2]) is not heap[0]:
+                heapq.heappop(heap)
+            return [heap[0][2]] if heap else []
+        out: list[tuple[Any, int, int]] = []
+        while heap and len(out) < count:
+            entry = heapq.heappop(heap)
+            if live.get(entry[2]) is entry:
+                out.append(entry)
+        for entry in out:
+            heapq.heappush(heap, entry)
+        return [block for _, _, block in out]
 
     def blocks(self) -> list[int]:
         return list(self._live)

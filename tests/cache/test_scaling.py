@@ -25,7 +25,9 @@ def test_F009_siblings_are_a_sorted_list():
             wanted = b"%05d" % rng.randrange(3000)
             assert list(siblings) == plain and bool(siblings) == bool(plain)
             assert list(siblings.before(wanted)) == [x for x in reversed(plain) if x < wanted]
-            assert list(siblings.after(wanted)) == [x for x in plain if x >= wanted]
+            smaller, rest = [x for x in plain if x < wanted], [x for x in plain if x >= wanted]
+            assert list(siblings.after(wanted)) == rest
+            assert siblings.around(wanted) == smaller[-1:] + rest[:1]
             assert max(map(len, siblings._parts)) <= 256 and all(siblings._parts)
     with pytest.raises(KeyError):
         siblings.remove(b"x")

@@ -292,8 +292,8 @@ AWAITED: set[str] = {
 
 
 def awaited(names: list[str]) -> list[object]:
-    """A test per question; those of `AWAITED` may fail until their results are there."""
-    return [pytest.param(n, marks=pytest.mark.xfail(strict=False)) if n in AWAITED else n for n in names]
+    """A test per question; one of `AWAITED` fails until its result is there, and must leave the list then."""
+    return [pytest.param(n, marks=pytest.mark.xfail(strict=True)) if n in AWAITED else n for n in names]
 
 
 # The papers' serving tables, of a device and a scheduler of their time.

@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed-$(PYTAG)
 SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full test-isa mutants lint types rooms aot aot-fast parity lock clean
+.PHONY: help env demo model test test-fast test-full test-isa test-web mutants lint types rooms aot aot-fast parity lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18

@@ -273,6 +273,12 @@ def make_groups(
     return groups
 
 
+def share_anchors(groups: Sequence[Group], anchors: dict[tuple[int, int], int]) -> None:
+    """Add a reference to each first copy that a sequence's books name: a fork names it, too."""
+    for (number, _), block in anchors.items():
+        groups[number].pool.share([block])
+
+
 def free_anchors(
     groups: Sequence[Group], anchors: dict[tuple[int, int], int], first: int, now: float
 ) -> None:

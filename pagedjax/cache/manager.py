@@ -13,7 +13,7 @@ from pagedjax.cache.block import BlockPool
 from pagedjax.cache.changes import Changes
 from pagedjax.cache.copies import PendingCopies
 from pagedjax.cache.events import EventLog, Resident
-from pagedjax.cache.groups import Group, KVGroup, free_anchors, make_groups
+from pagedjax.cache.groups import Group, KVGroup, free_anchors, make_groups, share_anchors
 from pagedjax.cache.hashing import TokenChain
 from pagedjax.cache.match import Matcher
 from pagedjax.cache.pins import Pins
@@ -295,8 +295,7 @@ class PagedManager:
         self._seqs[child] = state = source.fork(parent, child, chain)
         for group, table in zip(self._groups, state.tables):
             group.pool.share([b for b in table if b])
-        for (number, _), b in state.anchors.items():
-            self._groups[number].pool.share([b])
+        share_anchors(self._groups, state.anchors)
 
     def release(self, seq: int) -> None:
         """Give a sequence's blocks back, each group's tail first. Idempotent; unknown ids are a no-op."""

@@ -275,17 +275,13 @@ def test_an_outside_policy_and_a_hardware_file_run_in_worker_processes(
 
 # Questions whose results are to be written anew, on an idle machine; an entry goes when its result has come.
 AWAITED: set[str] = {
-    "cached-ttft",
-    "decode-block-size",
     "decoded-sharing",
     "disaggregation",
-    "engine-simulator",
     "eviction-policies",
     "hot-prefix",
     "latency-rate",
     "routing",
     "scale-out",
-    "serving-hour",
     "stale-view",
     "store-size",
 }

@@ -34,7 +34,9 @@ def page(
         title: Of the page.
         prefix: Tables of the prefix explorer; None counts them now (a few seconds).
     """
-    scripts = [(_WEB / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
+    scripts = [
+        (_WEB / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "grid.js", "page.js")
+    ]
     styles = [(_WEB / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
     data = json.dumps(
         {"runs": runs, "curves": curves, "prefix": prefix or explorer()},

@@ -1,15 +1,6 @@
 "use strict";
 /* The page of `pagedjax report`: draws what the data block says; every number in it was counted in Python. */
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const make = (tag, text, parent) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  if (parent) parent.append(node);
-  return node;
-};
-const clip = (x, low, high) => Math.min(Math.max(x, low), high);
 const seconds = (s) => (s === null || s === undefined ? "never" : s < 1 ? (1000 * s).toFixed(1) + " ms" : s.toFixed(3) + " s");
 
 /* ------------------------------------------------------------------ the pool at any step */
@@ -64,22 +55,16 @@ class Pool {
     while (this.at < i) this.apply(this.at + 1);
     return this;
   }
-  state(block) { return this.owners[block] > 1 ? 2 : this.owners[block] === 1 ? 1 : this.held[block] ? 3 : 0; }
+  state(block) { return stateOf(this.owners[block], this.held[block]); }
   holders(block) {
     const out = [];
     for (const [seq, table] of this.tables) if (table.includes(block)) out.push(this.run.owner[seq] ?? String(seq));
     return out;
   }
 }
-const STATES = ["blank", "one owner", "shared", "cached"];
-const COLOURS = ["--blank", "--one", "--shared", "--cached"];
-const MOST_CELLS = 4096;
-
 function poolPanel(run, root) {
   if (!run.steps.length || !run.pool_blocks.length) { make("p", "This record holds no step.", root); return null; }
   const pool = new Pool(run);
-  const perCell = Math.ceil((pool.size - 1) / MOST_CELLS);
-  const cells = Math.ceil((pool.size - 1) / perCell);
   const bar = make("div", undefined, root); bar.className = "bar";
   const play = make("button", "Play", bar);
   const label = make("label", "step ", bar);
@@ -90,39 +75,11 @@ function poolPanel(run, root) {
   const pick = make("select", undefined, pickLabel); pick.className = "pick";
   make("option", "none", pick).value = "";
   for (const r of run.requests.slice(0, 2000)) make("option", r.id, pick).value = r.id;
-  const canvas = make("canvas", undefined, root);
-  canvas.tabIndex = 0; canvas.setAttribute("role", "img");
-  const readout = make("div", undefined, root); readout.className = "readout";
-  readout.setAttribute("aria-live", "polite");
-  const legend = make("ul", undefined, root); legend.className = "legend";
-  for (const [i, mark] of ["· blank", "▪ one owner", "▦ shared (dot in the middle)", "◻ cached, no owner (hollow)"].entries())
-    make("li", mark, legend).dataset.state = STATES[i];
-  make("li", "◆ in the chosen request's table", legend);
-  if (perCell > 1) make("li", `each cell stands for ${perCell} blocks; its state is that of most of them`, legend);
-  let side = 10, columns = 1;
+  const grid = new BlockGrid(root, pool.size, "in the chosen request's table"), {canvas, readout} = grid;
   function draw() {
-    const width = root.clientWidth - 4;
-    side = clip(Math.floor(Math.sqrt(width * 320 / cells)), 4, 18);
-    columns = Math.max(1, Math.floor(width / side));
-    const rows = Math.ceil(cells / columns), scale = window.devicePixelRatio || 1;
-    canvas.width = columns * side * scale; canvas.height = rows * side * scale;
-    canvas.style.width = columns * side + "px"; canvas.style.height = rows * side + "px";
-    const g = canvas.getContext("2d");
-    g.scale(scale, scale);
-    const colours = COLOURS.map(css), lit = css("--lit"), ground = css("--bg");
     const chosen = new Set();
     if (pick.value !== "") for (const [seq, table] of pool.tables) if (run.owner[seq] === pick.value) table.forEach((b) => chosen.add(b));
-    for (let c = 0; c < cells; c++) {
-      const x = (c % columns) * side, y = Math.floor(c / columns) * side, count = [0, 0, 0, 0];
-      let here = false;
-      for (let b = 1 + c * perCell; b < Math.min(1 + (c + 1) * perCell, pool.size); b++) { count[pool.state(b)]++; here ||= chosen.has(b); }
-      const state = count.indexOf(Math.max(...count)), w = side - 1;
-      g.fillStyle = colours[state];
-      g.fillRect(x, y, w, w);
-      if (state === 3 && side > 5) { g.fillStyle = ground; g.fillRect(x + 2, y + 2, w - 4, w - 4); }
-      if (state === 2 && side > 5) { g.fillStyle = ground; g.fillRect(x + w / 2 - 1, y + w / 2 - 1, 2, 2); }
-      if (here) { g.fillStyle = lit; g.beginPath(); g.moveTo(x + w / 2, y); g.lineTo(x + w, y + w / 2); g.lineTo(x + w / 2, y + w); g.lineTo(x, y + w / 2); g.fill(); }
-    }
+    grid.draw((b) => pool.state(b), chosen);
     const [first, many, start, took, rowsNow, tokens] = run.steps[pool.at], n = run.counts[pool.at];
     canvas.setAttribute("aria-label", `pool at step ${first}: ` + STATES.map((s, i) => `${n[i]} ${s}`).join(", "));
     root.dataset.step = pool.at; root.dataset.counts = n.join(" ");
@@ -146,9 +103,9 @@ function poolPanel(run, root) {
     e.preventDefault(); go(pool.at + by);
   });
   canvas.addEventListener("mousemove", (e) => {
-    const c = Math.floor(e.offsetY / side) * columns + Math.floor(e.offsetX / side), b = 1 + c * perCell;
-    if (c < 0 || c >= cells || e.offsetX >= columns * side) return;
-    if (perCell > 1) { readout.textContent = `blocks ${b} to ${Math.min(b + perCell, pool.size) - 1}`; return; }
+    const b = grid.at(e);
+    if (!b) return;
+    if (grid.perCell > 1) { readout.textContent = `blocks ${b} to ${Math.min(b + grid.perCell, pool.size) - 1}`; return; }
     const who = pool.holders(b), age = pool.since[b] < 0 ? null : run.steps[pool.at][2] - run.steps[pool.since[b]][2];
     readout.textContent = `block ${b}: ${STATES[pool.state(b)]}, ${pool.owners[b]} owners${who.length ? " (" + who.slice(0, 12).join(", ") + (who.length > 12 ? ", …" : "") + ")" : ""}\n` +
       `content ${pool.digest[b] || "not indexed"}, ` + (age === null ? "never changed" : `last change ${seconds(age)} ago`);

@@ -75,9 +75,6 @@ def command(
             print(f"{len(result.records):,} requests in {records}", file=sys.stderr)
     promise = fleet.tables["promise"]
     out = result.to_dict(ttft_limit_s=promise.ttft_s, tpot_limit_s=promise.tbt_s)
-    if not trace.granularity:  # which prefixes are equal the file does not say, so none were
-        for table in (out, *out["instances"]):
-            table["hit_by_token"] = None
     if as_json:
         emit_json(_plain({"trace": trace.digest(), **out}))
     else:

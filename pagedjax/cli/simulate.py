@@ -244,7 +244,7 @@ def _document(
         **times,
         "goodput": summary["goodput"] if promised else None,
         "good_share": tally.good / tally.requests if promised else None,
-        "hit_by_token": summary["hit_by_token"] if known else None,
+        "hit_by_token": None if math.isnan(summary["hit_by_token"]) else summary["hit_by_token"],
         "match_stopped": {str(k): v for k, v in reasons.items()} if known else None,
         "ended": dict(tally.reasons),
         "refused": result.refused,

@@ -18,7 +18,8 @@ class RequestRecord:
     Attributes:
         arrival_s / admitted_s / first_token_s / finished_s: When it came, first ran, first answered, ended.
         num_input / num_output: Tokens; output summed over samples.
-        num_cached: Prompt tokens taken from the cache on first admission.
+        num_cached: Prompt tokens taken from the cache on first admission; None where the trace says nothing of which
+            prefixes are equal, so that hits are unknown.
         num_preemptions: Times it lost its blocks.
         reason: Why it ended.
     """
@@ -29,7 +30,7 @@ class RequestRecord:
     finished_s: float
     num_input: int
     num_output: int
-    num_cached: int
+    num_cached: int | None
     num_preemptions: int
     reason: str
 
@@ -72,7 +73,7 @@ class Summary:
         requests_per_s / tokens_per_s: Finished requests and output tokens over the span.
         goodput: Requests per second that met both limits given to `summarize`.
         normalized_s: Mean normalized latency.
-        hit_by_token: Cached prompt tokens over prompt tokens.
+        hit_by_token: Cached prompt tokens over prompt tokens; nan where they are unknown.
         preemptions: Over all requests.
         ttft_s / queue_s / prefill_s / tpot_s / latency_s: Percentile → value.
     """
@@ -111,7 +112,8 @@ class Tally:
         self._limits = ttft_limit_s, tpot_limit_s
         self._times = {name: array("d") for name in _TIMES}
         self._first, self._last = math.inf, -math.inf
-        self._input = self._output = self._cached = self._preemptions = 0
+        self._input = self._output = self._preemptions = 0
+        self._cached = 0.0  # nan once a request's hits are unknown
         self.requests = self.good = 0
         self.reasons: Counter[str] = Counter()
 
@@ -123,7 +125,7 @@ class Tally:
         self._last = max(self._last, record.finished_s)
         self._input += record.num_input
         self._output += record.num_output
-        self._cached += record.num_cached
+        self._cached += math.nan if record.num_cached is None else record.num_cached
         self._preemptions += record.num_preemptions
         self.requests += 1
         self.good += record.ttft_s <= self._limits[0] and record.tpot_s <= self._limits[1]

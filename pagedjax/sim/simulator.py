@@ -399,6 +399,7 @@ class Instance:
         latency = output.latency_s or 0.0
         # The engine's times count from `add`, which waits for the step under way at the arrival.
         added = self.clock.now - latency
+        known = request.token_ids is not None or request.granule_ids is not None
         return name, RequestRecord(
             arrival_s=arrival,
             admitted_s=max(admitted, arrival),
@@ -406,7 +407,7 @@ class Instance:
             finished_s=self.clock.now,
             num_input=request.num_input,
             num_output=max(produced, 1),
-            num_cached=output.num_cached_tokens,
+            num_cached=output.num_cached_tokens if known else None,
             num_preemptions=output.num_preemptions,
             reason=str(output.outputs[0].finish_reason),
         )

@@ -149,7 +149,7 @@ def run_trial(
     promised = min(setup.ttft_s, setup.tpot_s) < math.inf
     row["goodput"] = row["goodput"] if promised else None
     row["good_share"] = tally.good / tally.requests if promised else None
-    row["hit_by_token"] = row["hit_by_token"] if trace.granularity else None
+    row["hit_by_token"] = None if math.isnan(row["hit_by_token"]) else row["hit_by_token"]
     return row | {
         "refused": result.refused,
         "swaps": result.num_swaps,

@@ -421,6 +421,10 @@ def test_prompts_too_long_and_fleets_gone_are_refused_by_name() -> None:
     result = run_fleet(trace, [Spec()("a")], changes=[Change(5.0, "leave", "a")])
     assert [(r.number, r.reason) for r in result.refused] == [(0, "too long"), (2, "no instance")]
     assert result.instances[0].alive_s == 5.0
+    # F081: which prefixes are equal nobody said.
+    out = result.to_dict()
+    assert out["hit_by_token"] is out["instances"][0]["hit_by_token"] is result.hit_by_token is None
+    assert out["instances"][0]["cached_tokens"] is result.records[0].times.num_cached is None
 
 
 def test_a_join_takes_those_that_waited() -> None:

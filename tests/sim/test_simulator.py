@@ -400,6 +400,19 @@ def test_summary_counts_goodput_and_refuses_nothing() -> None:
         summarize([])
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_F081_hits_of_a_trace_without_identity_are_unknown_in_python(skip: bool) -> None:
+    rows = [TraceRequest(float(i), 20, 3) for i in range(4)]
+    config = SchedulerConfig(max_num_seqs=4, token_budget=20)
+    manager = PagedManager(num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    result = simulate(_trace(rows, 0), manager, _second, config, max_model_len=MAX_LEN, skip=skip)
+    assert [r.num_cached for r in result.records] == [None] * 4
+    assert math.isnan(result.summary().hit_by_token)
+    # One request of unknown hits leaves those of all unknown; all known ones add up.
+    assert math.isnan(summarize([*result.records, replace(result.records[0], num_cached=5)]).hit_by_token)
+    assert summarize([replace(r, num_cached=5) for r in result.records]).hit_by_token == 0.25
+
+
 # ------------------------------------------------------------------------- cost model
 
 

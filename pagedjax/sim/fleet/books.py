@@ -55,7 +55,8 @@ class InstanceTotals:
     Attributes:
         name / role: As in its spec.
         routed: Requests sent to it, those of before a death included.
-        prompt_tokens / cached_tokens: Of requests it admitted for the first time; taken from its cache.
+        prompt_tokens / cached_tokens: Of requests it admitted for the first time; taken from its cache, None where the
+            trace says nothing of which prefixes are equal.
         computed_tokens: Fed in steps, again after preemptions too.
         steps / busy_s / alive_s: Steps run; seconds in steps; seconds from joining to its end.
         peak_queue: Most requests without a first token.
@@ -67,7 +68,7 @@ class InstanceTotals:
     role: str
     routed: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
     computed_tokens: int = 0
     steps: int = 0
     busy_s: float = 0.0
@@ -79,7 +80,8 @@ class InstanceTotals:
 
     @property
     def hit_by_token(self) -> float | None:
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+        known = self.cached_tokens is not None and self.prompt_tokens > 0
+        return (self.cached_tokens or 0) / self.prompt_tokens if known else None
 
 
 class Gaps:
@@ -175,10 +177,11 @@ class FleetResult:
 
     @property
     def hit_by_token(self) -> float | None:
-        """Prompt tokens taken from caches over those of all instances that compute prompts."""
+        """Prompt tokens taken from caches over those of all instances that compute prompts; None where unknown."""
         own = [t for t in self.instances if t.role != "decode"]
         prompts = sum(t.prompt_tokens for t in own)
-        return sum(t.cached_tokens for t in own) / prompts if prompts else None
+        known = [t.cached_tokens for t in own if t.cached_tokens is not None]
+        return sum(known) / prompts if prompts and len(known) == len(own) else None
 
     def imbalance(self, column: str = "busy_s") -> float | None:
         """Largest over mean of a total, over instances of a role, the worst role; by time alive, so 1 is even."""

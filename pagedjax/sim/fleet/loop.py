@@ -72,6 +72,7 @@ class Fleet:
         self._on_plan = on_plan
         self._rng = np.random.default_rng([seed, 0xF1EE7])
         self._prompts = Prompts(trace)
+        self._identified = trace.granularity > 0
         self._coming: Iterator[tuple[int, TraceRequest]] = iter(enumerate(trace))
         self._next: tuple[float, int, TraceRequest] | None = None
         self._exhausted = False
@@ -143,6 +144,9 @@ class Fleet:
                 member.abort_all()
                 member.close(max(result.end_s, 0.0))
         result.instances = [member.totals for member in self.members.values()]
+        if not self._identified:  # nothing was equal because nothing was known to be
+            for totals in result.instances:
+                totals.cached_tokens = None
         network = self.moves.network
         result.sent_bytes, result.received_bytes = network.sent_bytes, network.received_bytes
         result.lost_bytes, result.rates = network.lost_bytes, network.log

@@ -116,7 +116,7 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
             "normalized_s": normalized_s,
             "batch": result.batch,
             "preemptions": summary.preemptions,
-            "hit_by_token": None if np.isnan(summary.hit_by_token) else summary.hit_by_token,
+            "hit_by_token": summary.hit_by_token,
         }
         if normalized_s > unit["limit_s"]:
             return

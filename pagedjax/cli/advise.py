@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.options import emit_json
+from pagedjax.cli.trace import note_of
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -88,6 +89,8 @@ def command(
         insert=insert,
         progress=lambda label: requests_bar(label, quiet),
     )
+    if not quiet and (unheard := note_of(advice.unheard)):
+        print(f"{file}: {unheard}", file=sys.stderr)
     checkup = _check_up(trace, advice, sizes, top, quiet)
     left = advice.tokens - advice.best_size.found
     costs = {

@@ -49,6 +49,9 @@ def _shown(value: object) -> str:
 @click.option("--smoke", is_flag=True, help="The small version, seconds.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
+    "--seeds", type=click.IntRange(min=1), help="So many, from --seed on.  [default: the experiment's own]"
+)
+@click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the results.  [default: ./results, smoke: ./results/smoke]",
@@ -70,6 +73,7 @@ def run(
     settings: tuple[str, ...],
     smoke: bool,
     seed: int,
+    seeds: int | None,
     out: Path | None,
     resume: bool,
     jobs: int | None,
@@ -88,6 +92,8 @@ def run(
     if everything == (name is not None):
         raise click.UsageError("give the name of an experiment, or --all")
     chosen = lab.names() if name is None else [name]
+    if seeds is not None and name is None:
+        raise click.UsageError("--seeds: is of one experiment; give its name in place of --all")
     if settings and name is None:
         raise click.UsageError("--set: changes one experiment; give its name in place of --all")
     parsed = lab.parse_settings(settings)
@@ -95,7 +101,10 @@ def run(
         raise click.UsageError(f"--seed {seed}: {name} draws nothing; leave it out")
     data = (data_dir or catalog.default_data()).resolve()
     out = out or (Path("results/smoke") if smoke else Path("results"))
-    units = {n: lab.units_of(lab.load(n), smoke=smoke, seed=seed, settings=parsed) for n in chosen}
+    several = seeds or 0
+    units = {
+        n: lab.units_of(lab.load(n), smoke=smoke, seed=seed, settings=parsed, seeds=several) for n in chosen
+    }
     pictures = (
         [draw(unit) for unit in units[chosen[0]][:4]] if (draw := lab.load(chosen[0]).draw) and parsed else []
     )
@@ -109,6 +118,7 @@ def run(
             smoke=smoke,
             seed=seed,
             settings=parsed,
+            seeds=several,
             resume=resume,
             data=data,
             jobs=jobs or 2,
@@ -118,13 +128,13 @@ def run(
         )
     for done, rows in results.items():
         experiment = lab.load(done)
-        paths = lab.write_tables(experiment, rows, out, parsed)
+        paths = lab.write_tables(experiment, rows, out, parsed, several)
         if not no_plots:
             paths += lab.write_plots(experiment, rows, out)
         print(f"## {done}: {experiment.question}")
         claims = lab.claim_rows(experiment.claims, rows, judged=not parsed)
         told = not parsed and any(row.get("ours") is not None for row in claims)
-        print(lab.markdown(claims if told else rows))
+        print(lab.markdown(claims if told else (lab.means_over_seeds(rows) if several else []) or rows))
         for picture in pictures:
             print(picture)
         _note(f"{done}: {len(rows)} rows; " + ", ".join(str(p) for p in paths))

@@ -54,6 +54,11 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--rate", type=_POSITIVE, help="New arrivals: Poisson, so many requests a second.")
 @click.option("--burst", type=AT_LEAST_1, default=1, help="With --rate: in groups of this size.")
 @click.option("--rate-scale", type=_POSITIVE, help="The file's own arrivals, so many times as fast.")
+@click.option(
+    "--in-flight",
+    type=AT_LEAST_1,
+    help="A closed loop instead: so many requests at once, whatever their times.",
+)
 @click.option("--seed", type=AT_LEAST_0, default=0, show_default=True, help="Of arrivals and candidates.")
 @click.option("--head", type=AT_LEAST_1, help="The first so many requests.")
 @click.option(
@@ -110,6 +115,8 @@ def command(
         raise click.UsageError("--burst: has an effect with --rate only; leave it out")
     if rate is not None and rate_scale is not None:
         raise click.UsageError("--rate draws new arrivals, --rate-scale keeps the file's; give one of them")
+    if options["in_flight"] is not None and (rate is not None or rate_scale is not None or find_rate):
+        raise click.UsageError("--in-flight: a closed loop has no rate of arrivals; leave one of them out")
     if find_rate and min(ttft, tpot) == math.inf:
         raise click.UsageError("--find-rate: needs a promise; give --ttft and --tpot in seconds")
     if find_rate and (records is not None or record_file is not None or options["hash_plans"]):
@@ -159,6 +166,7 @@ def _simulate(
         n=options["n"],
         beams=Beams(width, options["beam_gap"], seed) if width else None,
         until_s=options["until"] or math.inf,
+        in_flight=options["in_flight"] or 0,
         hash_plans=options["hash_plans"],
         skip=not options["no_skip"],
         **more,
@@ -244,7 +252,6 @@ def _document(
         **times,
         "goodput": summary["goodput"] if promised else None,
         "good_share": tally.good / tally.requests if promised else None,
-        "hit_by_token": None if math.isnan(summary["hit_by_token"]) else summary["hit_by_token"],
         "match_stopped": {str(k): v for k, v in reasons.items()} if known else None,
         "ended": dict(tally.reasons),
         "refused": result.refused,

@@ -82,7 +82,8 @@ def command(
     """
     from pagedjax import lab
     from pagedjax.lab.cluster import workers_on
-    from pagedjax.lab.sweep import over_seeds, plot_sweep, run_sweep, write_sweep
+    from pagedjax.lab.plots import import_matplotlib, small_multiples
+    from pagedjax.lab.sweep import over_seeds, run_sweep, write_sweep
     from pagedjax.progress import bar
 
     if (x is None) != (y is None):
@@ -91,6 +92,8 @@ def command(
         raise click.UsageError("--panel, --hue: have an effect with --x and --y only")
     if jobs is not None and on is not None:
         raise click.UsageError(f"--jobs {jobs}: says what --on says too; give one of them")
+    if x is not None:
+        import_matplotlib()  # one that is missing is told before the work that it would show
     plans = [file for file in files if file.suffix == ".toml"]
     traces = [file for file in files if file.suffix != ".toml"]
     if len(plans) > 1 or not traces:
@@ -115,7 +118,7 @@ def command(
     paths = write_sweep(sweep.name, rows, keys, out)
     means = over_seeds(rows, keys)
     if x is not None and y is not None:
-        paths.append(plot_sweep(means, out / f"{sweep.name}.png", x=x, y=y, panel=panel, hue=hue))
+        paths.append(small_multiples(means, out / f"{sweep.name}.png", x=x, y=y, panel=panel, hue=hue))
     if as_json:
         emit_json(rows)
     else:

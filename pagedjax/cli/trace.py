@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from pagedjax.cli.trace_options import (
 )
 
 if TYPE_CHECKING:
+    from pagedjax.sim.references import References
     from pagedjax.sim.replay import HitCounts
     from pagedjax.sim.trace import Trace
 
@@ -52,6 +54,11 @@ def write_whole(path: Path, write: Callable[[Path], int]) -> None:
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
+_MANY = 10_000_000  # block references from which on memory is worth a word
+_SMALL_FILE, _LOOKED_AT = (
+    10 << 20,
+    1000,
+)  # bytes below which no file holds so many; requests its size is judged by
 _MOST_RATE, _LEAST_RATE = 1e4, 1 / 86400  # a second; beyond, the unit of times is in doubt
 
 
@@ -155,7 +162,6 @@ def _counts(
 ) -> HitCounts:
     """Hits of a trace; of one without identity only what there is to count."""
     from pagedjax.sim.curve import count_hits
-    from pagedjax.sim.references import load_references
     from pagedjax.sim.replay import HitCounts
 
     if not trace.granularity:
@@ -163,18 +169,64 @@ def _counts(
         for request in progress(trace):
             counts.add(-(-request.num_input // size), 0, request.num_input, size)
         return counts
-    refs = load_references(trace, size, insert=insert, progress=progress)
-    announce(len(refs.keys), quiet)
+    refs = load_announced(trace, size, insert=insert, progress=progress, quiet=quiet)
     return count_hits(refs, capacity or math.inf)
 
 
-def announce(num_references: int, quiet: bool) -> None:
-    """Say beforehand what counting so many references takes, where it is much."""
-    from pagedjax.sim.references import PEAK_BYTES
+def load_announced(
+    trace: Trace, size: int, *, insert: Any, progress: Callable[[Iterable[Any]], Any], quiet: bool
+) -> References:
+    """`load_references`; says beforehand what so many take, where it is much, and afterwards what was not heard."""
+    from pagedjax.sim.references import PEAK_BYTES, load_references
 
-    if num_references > 10_000_000 and not quiet:
-        most = num_references * PEAK_BYTES / 1e9
-        print(f"{num_references:,} block references: at most {most:,.1f} GB of memory", file=sys.stderr)
+    count, told = 0, quiet
+
+    def tell(many: str, references: int) -> None:
+        nonlocal told
+        told = True
+        most = references * PEAK_BYTES / 1e9
+        print(f"{trace.name}: {many} block references: at most {most:,.1f} GB of memory", file=sys.stderr)
+
+    def counted(more: int) -> None:
+        nonlocal count
+        count += more
+        if count > _MANY and not told:  # a compressed file: its size says little
+            tell(f"more than {_MANY:,}", count)
+
+    if not quiet and (expected := _expected(trace, size)) > _MANY:
+        tell(f"about {expected:,.2g}", expected)
+    refs = load_references(trace, size, insert=insert, progress=progress, on_request=counted)
+    if len(refs.keys) > _MANY and not quiet:
+        tell(f"{len(refs.keys):,}", len(refs.keys))
+    note_unheard(trace, refs, quiet)
+    return refs
+
+
+def note_unheard(trace: Trace, refs: References, quiet: bool) -> None:
+    """Say what rows asked for and blocks alone cannot do."""
+    if not quiet and (unheard := note_of(refs.unheard)):
+        print(f"{trace.name}: {unheard}", file=sys.stderr)
+
+
+def note_of(unheard: Mapping[str, int]) -> str:
+    """What a replay did not do that rows asked for; "" where they asked for nothing."""
+    asked = ", ".join(f"{name} (in {count:,} rows)" for name, count in unheard.items())
+    return f"{asked}: has no effect on blocks alone; simulate does what requests ask" if asked else ""
+
+
+def _expected(trace: Trace, size: int) -> int:
+    """Block references of a plain file, about: by its size and its first requests; 0 where that says nothing."""
+    from pagedjax.sim.records import OPENERS, lines
+
+    if trace.path is None or trace.spec or trace.path.suffix in OPENERS or trace.path.suffix == ".parquet":
+        return 0
+    with trace.path.open("rb") as file:
+        array = file.read(100).lstrip().startswith(b"[")  # whose lines are no rows
+    if array or trace.path.stat().st_size < _SMALL_FILE:
+        return 0
+    first = [-(-request.num_input // size) for request in islice(trace, _LOOKED_AT)]
+    read = sum(len(text.encode()) for _, text in islice(lines(trace.path), len(first)))
+    return int(sum(first) * trace.path.stat().st_size / max(read, 1))
 
 
 @command.command("make")

@@ -17,7 +17,7 @@ from pagedjax.lab.plots import write_plots
 from pagedjax.lab.provenance import MissingData, check_data
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.run import run_all
-from pagedjax.lab.tables import markdown, summary, write_tables
+from pagedjax.lab.tables import markdown, means_over_seeds, summary, write_tables
 
 __all__ = [
     "TOLERANCE",
@@ -34,6 +34,7 @@ __all__ = [
     "claim_rows",
     "load",
     "markdown",
+    "means_over_seeds",
     "names",
     "parse_settings",
     "ratio",

@@ -152,9 +152,10 @@ def claim_rows(claims: tuple[Claim, ...], rows: list[TableRow], *, judged: bool 
         judged: False under settings other than the experiment's own: a printed figure says nothing about those.
     """
     table = []
-    for claim in claims:
+    others = [Estimate.of(claim.beside(rows)) if claim.beside is not None else None for claim in claims]
+    several = any(other is not None and other.count > 1 for other in others)
+    for claim, beside in zip(claims, others):
         ours = Estimate.of(claim.ours(rows))
-        beside = Estimate.of(claim.beside(rows)) if claim.beside is not None else None
         single = claim.paper if isinstance(claim.paper, float | int) else None
         table.append(
             {
@@ -162,7 +163,7 @@ def claim_rows(claims: tuple[Claim, ...], rows: list[TableRow], *, judged: bool 
                 "ours": ours and ours.mean,
                 "± 95 %": ours.half if ours and ours.count > 1 else None,
                 "seeds": ours and ours.count,
-                "other machine, one seed": beside and beside.mean,
+                f"other machine{'' if several else ', one seed'}": beside and beside.mean,
                 "paper": f"{claim.paper[0]:g} to {claim.paper[1]:g}"
                 if isinstance(claim.paper, tuple)
                 else claim.paper,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import lru_cache
@@ -237,7 +237,7 @@ def place_of(data: Path, needs: Mapping[str, str]) -> Path:
 
 
 def work_there(
-    name: str, unit: Unit, data: str, settings: Mapping[str, str], needs: Mapping[str, str], wanted: TableRow
+    name: str, unit: Unit, data: str, said_of: Sequence[str], needs: Mapping[str, str], wanted: TableRow
 ) -> list[TableRow]:
     """`pagedjax.lab.run.work` on a worker: under the same sources, with the same data.
 
@@ -252,4 +252,4 @@ def work_there(
         raise ValueError(
             f"{name}: a worker has another {differs} than this machine; install the same pagedjax on all of them"
         )
-    return work(name, unit, str(place_of(Path(data), needs)), settings)
+    return work(name, unit, str(place_of(Path(data), needs)), said_of)

@@ -72,20 +72,37 @@ def parse_settings(texts: Sequence[str]) -> Settings:
 
 
 def units_of(
-    experiment: Experiment, *, smoke: bool, seed: int, settings: Mapping[str, str] | None = None
+    experiment: Experiment,
+    *,
+    smoke: bool,
+    seed: int,
+    settings: Mapping[str, str] | None = None,
+    seeds: int = 0,
 ) -> list[Unit]:
     """The pieces of work under some settings, each of them once.
+
+    With `seeds` each piece that draws is done under so many seeds, `seed` and those that follow; 0: under those that
+    the experiment itself asks for.
 
     A number, a switch or a list is set in every unit that has the field. A string chooses: the units that have
     this value stay, unless the experiment leaves the field open.
 
     Raises:
         ValueError: No unit has a field of this name (the nearest is named), or the value is of another kind or,
-            for a string, no unit's.
+            for a string, no unit's; or several seeds are asked of what draws nothing, or of one that is set.
     """
     units = experiment.units(smoke, seed)
     for name, value in (settings or {}).items():
         units = _with(experiment, units, name, value)
+    if seeds:
+        if "seed" in (settings or {}):
+            raise ValueError(f"--seeds {seeds}: --set seed says what it says, too; give one of them")
+        if not any("seed" in unit for unit in units):
+            raise ValueError(f"--seeds {seeds}: {experiment.name} draws nothing; leave it out")
+        several = range(seed, seed + seeds)
+        units = [{**u, "seed": s} for u in units for s in several if "seed" in u] + [
+            u for u in units if "seed" not in u
+        ]
     seen: list[Unit] = []
     for unit in units:
         if unit not in seen:

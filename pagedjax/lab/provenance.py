@@ -41,7 +41,13 @@ def fingerprint(path: Path) -> str:
 
 
 def provenance(
-    experiment: Experiment, *, smoke: bool, seed: int, data: Path, settings: Mapping[str, str] | None = None
+    experiment: Experiment,
+    *,
+    smoke: bool,
+    seed: int,
+    data: Path,
+    settings: Mapping[str, str] | None = None,
+    seeds: int = 0,
 ) -> TableRow:
     """What fixes a result: everything but the time.
 
@@ -49,6 +55,7 @@ def provenance(
     `configs/` makes it start anew.
     """
     words = [experiment.command, *(["--smoke"] if smoke else []), f"--seed {seed}"]
+    words += [f"--seeds {seeds}"] if seeds else []
     words += [f"--set {name}={value}" for name, value in (settings or {}).items()]
     return {
         "experiment": experiment.name,
@@ -57,8 +64,9 @@ def provenance(
         "command": " ".join(words),
         "smoke": smoke,
         "seed": seed,
+        **({"seeds": seeds} if seeds else {}),
         "settings": dict(settings or {}),
-        "units": digest(units_of(experiment, smoke=smoke, seed=seed, settings=settings)),
+        "units": digest(units_of(experiment, smoke=smoke, seed=seed, settings=settings, seeds=seeds)),
         "sources": sources(experiment.name),
         "data": {name: fingerprint(data / name) for name in experiment.data},
         "pagedjax": __version__,

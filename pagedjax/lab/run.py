@@ -16,10 +16,10 @@ from pagedjax.lab.results import ResultFile
 from pagedjax.lab.workers import finished, local
 
 
-def work(name: str, unit: Unit, data: str, settings: Mapping[str, str]) -> list[TableRow]:
-    """Rows of one unit; what was set and is no column yet stands in front."""
+def work(name: str, unit: Unit, data: str, said_of: Sequence[str]) -> list[TableRow]:
+    """Rows of one unit; what was set (fields of it) and is no column yet stands in front."""
     rows = list(catalog.load(name).run(unit, Path(data)))
-    said = {key: unit[key] for key in settings if key in unit}
+    said = {key: unit[key] for key in said_of if key in unit}
     return [{**{k: v for k, v in said.items() if k not in row}, **row} for row in rows]
 
 
@@ -30,6 +30,7 @@ def run_all(
     smoke: bool = False,
     seed: int = 0,
     settings: Mapping[str, str] | None = None,
+    seeds: int = 0,
     resume: bool = False,
     data: Path | None = None,
     jobs: int = 1,
@@ -45,6 +46,7 @@ def run_all(
         smoke: The small version.
         seed: Root of all random draws.
         settings: Name → value of fields of their units, as `units_of` takes them.
+        seeds: So many of each unit that draws, from `seed` on; 0: what the experiment asks for.
         resume: Keep finished units of an earlier run with the same provenance.
         data: Folder that holds data/; None: `catalog.default_data`.
         jobs: Processes; 1 works in this one. What is measured comes last and one unit at a time, in this process:
@@ -60,18 +62,19 @@ def run_all(
         ValueError: No such experiment, or a setting that it does not have.
     """
     data, settings = data or catalog.default_data(), dict(settings or {})
+    said = [*settings, *(["seed"] if seeds else [])]
     todo: list[tuple[tuple[str, int], Callable[..., list[TableRow]], tuple[object, ...]]] = []
     alone = list(todo)
     files: dict[str, tuple[ResultFile, TableRow, dict[int, list[TableRow]]]] = {}
     for name in chosen:
         experiment = catalog.load(name)
-        units = units_of(experiment, smoke=smoke, seed=seed, settings=settings)
+        units = units_of(experiment, smoke=smoke, seed=seed, settings=settings, seeds=seeds)
         try:
             check_data(experiment, data)
         except MissingData as missing:
             note(f"skipped {missing}")
             continue
-        header = provenance(experiment, smoke=smoke, seed=seed, data=data, settings=settings)
+        header = provenance(experiment, smoke=smoke, seed=seed, data=data, settings=settings, seeds=seeds)
         file = ResultFile(out / f"{name}.jsonl")
         old, done = file.read()
         if not resume or old != header:
@@ -88,7 +91,7 @@ def run_all(
             call, more = work_there, (header["data"], header["sources"])
         measured = experiment.kind == "measured" and executor is None
         (alone if measured else todo).extend(
-            ((name, i), call, (name, unit, str(data), settings, *more))
+            ((name, i), call, (name, unit, str(data), said, *more))
             for i, unit in enumerate(units)
             if i not in done
         )

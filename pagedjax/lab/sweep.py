@@ -1,11 +1,10 @@
-"""Sweeps: the product of settings × inputs × seeds over workers, one tidy table, means over seeds, small multiples.
+"""Sweeps: the product of settings × inputs × seeds over workers, one tidy table, means over seeds.
 
 What one point of the product is worth is somebody else's importable function; here it is counted, resumed, laid out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from pagedjax.lab.claims import Estimate, TableRow
 from pagedjax.lab.experiment import Unit
 from pagedjax.lab.provenance import digest, package_sources
 from pagedjax.lab.results import ResultFile
-from pagedjax.lab.tables import comma_separated
+from pagedjax.lab.tables import comma_separated, is_number
 from pagedjax.lab.workers import finished, local
 
 
@@ -122,7 +121,7 @@ def over_seeds(rows: Sequence[TableRow], keys: Sequence[str]) -> list[TableRow]:
         out["seeds"] = len(group)
         for name in group[0]:
             values: list[Any] = [row.get(name) for row in group]
-            if name in keys or name == "seed" or not all(_is_number(v) for v in values):
+            if name in keys or name == "seed" or not all(is_number(v) for v in values):
                 continue
             estimate = Estimate.of([float(v) for v in values])
             if estimate is not None:
@@ -132,10 +131,6 @@ def over_seeds(rows: Sequence[TableRow], keys: Sequence[str]) -> list[TableRow]:
                     out[f"{name}_high"] = estimate.mean + estimate.half
         table.append(out)
     return table
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: Path) -> list[Path]:
@@ -163,65 +158,3 @@ def _column(values: list[Any]) -> list[Any]:
         if len(kinds) <= 1 or kinds <= {int, float}
         else [None if v is None else str(v) for v in values]
     )
-
-
-def plot_sweep(
-    table: Sequence[TableRow], path: Path, *, x: str, y: str, panel: str = "", hue: str = ""
-) -> Path:
-    """Small multiples of a table of means: a panel for each value of `panel`, a line for each of `hue`.
-
-    Raises:
-        ValueError: A column that is not there.
-        ModuleNotFoundError: matplotlib is missing; the message names the extra that brings it.
-    """
-    columns = list(dict.fromkeys(c for row in table for c in row))
-    for option, name in (("x", x), ("y", y), ("panel", panel), ("hue", hue)):
-        if name and name not in columns:
-            raise ValueError(f"{option}={name}: must be one of {', '.join(columns)}")
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots need matplotlib; pip install 'pagedjax[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys(row.get(panel) for row in table)) if panel else [None]
-    hues = list(dict.fromkeys(row.get(hue) for row in table)) if hue else [None]
-    wide = min(len(panels), 3)
-    high = -(-len(panels) // wide)
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure, grid = plt.subplots(
-            high,
-            wide,
-            figsize=(3.6 * wide, 3 * high),
-            sharex=True,
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
-        for number, value in enumerate(panels):
-            axes = grid[number // wide][number % wide]
-            for line in hues:
-                own = [
-                    r
-                    for r in table
-                    if (not panel or r.get(panel) == value) and (not hue or r.get(hue) == line)
-                ]
-                own = [r for r in own if r.get(y) is not None]
-                at = [r[x] for r in own] if all(_is_number(r[x]) for r in own) else [str(r[x]) for r in own]
-                (drawn,) = axes.plot(at, [r[y] for r in own], marker="o", markersize=3, label=str(line))
-                if own and f"{y}_low" in own[0]:
-                    low, high_ = [r[f"{y}_low"] for r in own], [r[f"{y}_high"] for r in own]
-                    axes.fill_between(at, low, high_, color=drawn.get_color(), alpha=0.2)
-                if hue and own:
-                    axes.annotate(str(line), (at[-1], own[-1][y]), fontsize=7, color=drawn.get_color())
-            axes.set_title(f"{panel} = {value}" if panel else "", fontsize=9)
-            axes.set_xlabel(x, fontsize=8)
-            axes.set_ylabel(y, fontsize=8)
-        for empty in range(len(panels), wide * high):
-            grid[empty // wide][empty % wide].axis("off")
-        figure.savefig(
-            path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else {"Date": None}
-        )
-        plt.close(figure)
-    return path

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pagedjax.lab import catalog
-from pagedjax.lab.claims import TOLERANCE, TableRow, claim_rows
+from pagedjax.lab.claims import TOLERANCE, Estimate, TableRow, claim_rows
 from pagedjax.lab.experiment import Experiment
 from pagedjax.lab.results import ResultFile
+
+
+def is_number(value: object) -> bool:
+    """Whether a cell is a finite number; a switch is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _show(value: object) -> str:
@@ -32,6 +38,35 @@ def markdown(rows: Sequence[TableRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def means_over_seeds(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Rows of several seeds as one table: of each figure that differs its mean, and beside it "± 95 %".
+
+    Rows belong together by their place among those of their seed. Where seeds gave different numbers of rows (a sweep
+    that ends where it saturates) nothing tells which do: there is no such table.
+    """
+    by_seed: dict[object, list[TableRow]] = {}
+    for row in rows:
+        by_seed.setdefault(row.get("seed"), []).append(row)
+    still = by_seed.pop(None, [])
+    if len(by_seed) < 2 or len(set(map(len, by_seed.values()))) > 1:
+        return []
+    table = []
+    for group in zip(*by_seed.values()):
+        out: TableRow = {}
+        for column in (c for c in group[0] if c != "seed"):
+            values = [row.get(column) for row in group]
+            numbers = [float(v) for v in values if is_number(v)]
+            estimate = Estimate.of(numbers) if len(numbers) == len(values) else None
+            if all(value == values[0] for value in values):
+                out[column] = values[0]
+            elif estimate is not None:
+                out |= {column: estimate.mean, f"{column} ± 95 %": estimate.half}
+            else:
+                out[column] = None  # unknown in some seeds, or words that differ
+        table.append({**out, "seeds": len(group)})
+    return table + still
+
+
 def comma_separated(rows: Sequence[TableRow]) -> str:
     """Rows as CSV, numbers in full."""
     text = io.StringIO()
@@ -42,16 +77,26 @@ def comma_separated(rows: Sequence[TableRow]) -> str:
 
 
 def write_tables(
-    experiment: Experiment, rows: list[TableRow], out: Path, settings: Mapping[str, str] | None = None
+    experiment: Experiment,
+    rows: list[TableRow],
+    out: Path,
+    settings: Mapping[str, str] | None = None,
+    seeds: int = 0,
 ) -> list[Path]:
-    """The table as markdown and CSV, and the page where there is one."""
+    """The table as markdown and CSV, the page where there is one, and of several seeds the means."""
     paths = [out / f"{experiment.name}.md", out / f"{experiment.name}.csv"]
     head = f"# {experiment.name}\n\n{experiment.question}\n\n*{experiment.kind}*: {experiment.definition}\n\n"
     if settings:
         head += f"Set: {', '.join(f'{name}={value}' for name, value in settings.items())}\n\n"
     claims = claim_rows(experiment.claims, rows, judged=not settings)
+    means = means_over_seeds(rows) if seeds else []
+    if seeds:
+        head += f"Seeds of each row: {seeds}\n\n" + (markdown(means) + "\n" if means else "")
     paths[0].write_text(head + (markdown(claims) + "\n" if claims else "") + markdown(rows))
     paths[1].write_text(comma_separated(rows))
+    if means:
+        paths.append(out / f"{experiment.name}-means.csv")
+        paths[-1].write_text(comma_separated(means))
     if experiment.page is not None:
         paths.append(out / f"{experiment.name}.html")
         paths[-1].write_text(experiment.page())

@@ -6,7 +6,7 @@ Requests under way at once would find less; a bound is named a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ class Advice:
         capacity: Blocks at which policies are compared.
         policies: Best first.
         bound_blocks: Blocks that Belady's rule finds there: a bound, no policy.
+        unheard: As of `References`: what requests asked of the cache and blocks alone cannot do.
     """
 
     requests: int
@@ -105,6 +106,7 @@ class Advice:
     capacity: int
     policies: tuple[PolicyAdvice, ...]
     bound_blocks: int
+    unheard: Mapping[str, int]
 
     @property
     def best_size(self) -> BlockSizeAdvice:
@@ -188,6 +190,7 @@ def advise(
         capacity=capacity,
         policies=tuple(PolicyAdvice(n, h, h / bound if bound else 1.0) for n, h in ranked),
         bound_blocks=bound,
+        unheard=dict(refs.unheard),
     )
 
 

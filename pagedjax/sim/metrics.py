@@ -73,7 +73,7 @@ class Summary:
         requests_per_s / tokens_per_s: Finished requests and output tokens over the span.
         goodput: Requests per second that met both limits given to `summarize`.
         normalized_s: Mean normalized latency.
-        hit_by_token: Cached prompt tokens over prompt tokens; nan where they are unknown.
+        hit_by_token: Cached prompt tokens over prompt tokens; None where they are unknown.
         preemptions: Over all requests.
         ttft_s / queue_s / prefill_s / tpot_s / latency_s: Percentile → value.
     """
@@ -84,7 +84,7 @@ class Summary:
     tokens_per_s: float
     goodput: float
     normalized_s: float
-    hit_by_token: float
+    hit_by_token: float | None
     preemptions: int
     ttft_s: dict[int, float]
     queue_s: dict[int, float]
@@ -113,7 +113,7 @@ class Tally:
         self._times = {name: array("d") for name in _TIMES}
         self._first, self._last = math.inf, -math.inf
         self._input = self._output = self._preemptions = 0
-        self._cached = 0.0  # nan once a request's hits are unknown
+        self._cached: int | None = 0  # None once a request's hits are unknown
         self.requests = self.good = 0
         self.reasons: Counter[str] = Counter()
 
@@ -125,7 +125,8 @@ class Tally:
         self._last = max(self._last, record.finished_s)
         self._input += record.num_input
         self._output += record.num_output
-        self._cached += math.nan if record.num_cached is None else record.num_cached
+        known = self._cached is not None and record.num_cached is not None
+        self._cached = (self._cached or 0) + (record.num_cached or 0) if known else None
         self._preemptions += record.num_preemptions
         self.requests += 1
         self.good += record.ttft_s <= self._limits[0] and record.tpot_s <= self._limits[1]
@@ -153,7 +154,7 @@ class Tally:
             tokens_per_s=self._output / span,
             goodput=self.good / span,
             normalized_s=float(np.mean(times["normalized_s"])),
-            hit_by_token=self._cached / self._input,
+            hit_by_token=None if self._cached is None else self._cached / self._input,
             preemptions=self._preemptions,
             **shares,
         )

@@ -6,8 +6,9 @@ counts hits works through them in chunks that end with a request, so that its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class References:
         sizes: u16[n] or u32[n] tokens of each block; of the last that a request looks up, tokens to the prompt's end.
         block_size: Tokens per block.
         totals: Requests, blocks, full blocks and tokens, with no hit booked.
+        unheard: What requests asked of the cache (`retention`, `cache_read`, …) → how many did. Blocks alone have no
+            request to ask: a simulation has.
     """
 
     keys: np.ndarray
@@ -37,6 +40,7 @@ class References:
     sizes: np.ndarray
     block_size: int
     totals: HitCounts
+    unheard: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_distinct(self) -> int:
@@ -124,6 +128,7 @@ def load_references(
     raw, flags = _Buffer(np.int64), _Buffer(np.uint8)
     sizes = _Buffer(np.uint16 if small else np.uint32)
     totals = HitCounts()
+    unheard: Counter[str] = Counter()
     count = 0
     for number, request in enumerate(progress(trace)):
         lookup, held, num_input = keyer.refs(request)
@@ -135,6 +140,8 @@ def load_references(
             )
         count += len(held)
         on_request(len(held))
+        if request.wishes:
+            unheard.update(request.wishes.keys())
         if count > _MOST:
             raise ValueError(
                 f"{trace.name}: more than {_MOST:,} block references; take a window, a sample or larger blocks"
@@ -150,7 +157,7 @@ def load_references(
         raw.append(held)
         flags.append(bits)
         sizes.append(tokens)
-    return References(_dense(raw.joined()), flags.joined(), sizes.joined(), block_size, totals)
+    return References(_dense(raw.joined()), flags.joined(), sizes.joined(), block_size, totals, unheard)
 
 
 def _dense(raw: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -438,6 +438,7 @@ def simulate(
     n: int = 1,
     beams: Beams | RecordedBeams | None = None,
     until_s: float = float("inf"),
+    in_flight: int = 0,
     watch: Callable[[StepPlan], dict[str, float]] | None = None,
     hash_plans: bool = False,
     skip: bool = True,
@@ -456,6 +457,8 @@ def simulate(
         beams: Decode with beam search instead: all requests, with drawn candidates; or those that were recorded
             as beams under their number in the trace ("0", "1", …), with what was recorded.
         until_s: Stop then; requests still running are left out of the records.
+        in_flight: A closed loop: so many requests at once, in the trace's order; the next one comes when one has ended,
+            whatever its own time. 0: by their times.
         watch: Called with each plan; its values are averaged over busy time.
         hash_plans: Hash every plan, to compare two runs.
         skip: Do not plan decode steps in which nothing but the next token can happen; same records, much
@@ -465,7 +468,14 @@ def simulate(
 
     Returns:
         Records and totals.
+
+    Raises:
+        ValueError: `in_flight` is negative.
     """
+    if in_flight < 0:
+        raise ValueError(
+            f"in_flight={in_flight}: must be a number of requests, or 0 for the trace's own times"
+        )
     run = Instance(
         manager,
         cost,
@@ -481,12 +491,23 @@ def simulate(
     prompts = Prompts(trace)
     coming = iter(enumerate(trace))
     following = next(coming, None)
+
+    def due() -> float:
+        """When the following request comes."""
+        if following is None:
+            return math.inf
+        if in_flight:
+            return run.clock.now if len(run.live) < in_flight else math.inf
+        return following[1].arrival_s
+
     with nullcontext() if observe is None else observe(run.engine):
         while (following is not None or run.engine.has_work) and run.clock.now < until_s:
             if following is not None and not run.engine.has_work:
-                run.clock.now = max(run.clock.now, following[1].arrival_s)
-            while following is not None and following[1].arrival_s <= run.clock.now:
+                run.clock.now = max(run.clock.now, due())
+            while following is not None and due() <= run.clock.now:
                 number, request = following
+                if in_flight:
+                    request = replace(request, arrival_s=run.clock.now)
                 name, tokens = str(number), prompts.tokens(number, request)
                 if run.accepts(name, request, tokens):
                     run.add(name, request, tokens, request.arrival_s)
@@ -498,5 +519,5 @@ def simulate(
                     keep(record)
                 if skips:
                     run.look_ahead()
-                    run.catch_up(min(until_s, following[1].arrival_s if following is not None else until_s))
+                    run.catch_up(min(until_s, due()))
     return run.finish()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from pagedjax.config import CacheConfig, Config, SchedulerConfig, full_key, parse_value
+from pagedjax.sim.beams import Beams
 from pagedjax.sim.fleet.file import InstanceTable
 from pagedjax.sim.metrics import Tally
 from pagedjax.sim.references import load_references, replay_references
@@ -24,6 +25,7 @@ SIMULATED = (
     *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in IDLE),
     *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
 )
+INSERTS = ("prompt", "prompt+output")
 REPLAYED = ("cache.block_size", "cache.num_blocks", "cache.policy")
 
 
@@ -34,9 +36,11 @@ class Setup:
     Attributes:
         hardware / devices / shape / reserve / max_model_len: As in a fleet's table of instances.
         n: Samples per request.
+        beam_width / beam_gap: Beam search with drawn candidates, as `Beams` has them; width 0: none.
         rate: New Poisson arrivals, requests a second; 0 keeps the file's.
         burst: With a rate: in groups of this size.
         rate_scale: The file's arrivals, so many times as fast.
+        in_flight: A closed loop of so many requests at once; 0: by their times.
         head: The first so many requests; 0: all.
         until_s: Stop the clock then.
         ttft_s / tpot_s: Promised, for goodput.
@@ -49,14 +53,50 @@ class Setup:
     reserve: float = 0.1
     max_model_len: int = 131_072
     n: int = 1
+    beam_width: int = 0
+    beam_gap: float = 1.0
     rate: float = 0.0
     burst: int = 1
     rate_scale: float = 1.0
+    in_flight: int = 0
     head: int = 0
     until_s: float = math.inf
     ttft_s: float = math.inf
     tpot_s: float = math.inf
     insert: str = "prompt"
+
+    def __post_init__(self) -> None:
+        positive = (
+            "devices",
+            "max_model_len",
+            "n",
+            "burst",
+            "beam_gap",
+            "rate_scale",
+            "until_s",
+            "ttft_s",
+            "tpot_s",
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0; try {getattr(Setup, name)}")
+        for name in ("head", "in_flight", "rate", "beam_width"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a number from 0; 0 leaves it out")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve}: must be a share from 0 and below 1; try 0.1")
+        if self.insert not in INSERTS:
+            raise ValueError(f"insert={self.insert}: must be one of {', '.join(INSERTS)}")
+        if self.burst > 1 and not self.rate:
+            raise ValueError(f"burst={self.burst}: has an effect with a rate only; leave it out")
+        if self.in_flight and (self.rate or self.rate_scale != 1):
+            raise ValueError(
+                f"in_flight={self.in_flight}: a closed loop has no rate of arrivals; leave rate and rate_scale out"
+            )
+        if self.rate and self.rate_scale != 1:
+            raise ValueError(
+                f"rate={self.rate}: draws arrivals that rate_scale would scale; give one of them"
+            )
 
 
 _REPLAY_SETUP = ("head", "insert")
@@ -138,7 +178,9 @@ def run_trial(
         spec.scheduler,
         max_model_len=spec.max_model_len,
         n=setup.n,
+        beams=Beams(setup.beam_width, setup.beam_gap, seed) if setup.beam_width else None,
         until_s=setup.until_s,
+        in_flight=setup.in_flight,
         on_record=tally.add,
     )
     if not tally.requests:
@@ -149,7 +191,6 @@ def run_trial(
     promised = min(setup.ttft_s, setup.tpot_s) < math.inf
     row["goodput"] = row["goodput"] if promised else None
     row["good_share"] = tally.good / tally.requests if promised else None
-    row["hit_by_token"] = None if math.isnan(row["hit_by_token"]) else row["hit_by_token"]
     return row | {
         "refused": result.refused,
         "swaps": result.num_swaps,
@@ -166,8 +207,6 @@ def _replayed(trace: Trace, config: Config, setup: Setup) -> dict[str, Any]:
     cache = config.cache
     if cache.num_blocks is None:
         raise ValueError("cache.num_blocks=auto: a replay needs a number of blocks; set it, or sweep it")
-    if setup.insert not in ("prompt", "prompt+output"):
-        raise ValueError(f"insert={setup.insert}: must be prompt or prompt+output")
     refs = load_references(trace, cache.block_size, insert=setup.insert)  # type: ignore[arg-type]
     counts = replay_references(refs, PolicyStore(cache.num_blocks - 1, cache.policy))
     shares = ("by_block", "by_full_block", "by_token", "mean_per_request", "by_engine")
@@ -175,5 +214,6 @@ def _replayed(trace: Trace, config: Config, setup: Setup) -> dict[str, Any]:
         "requests": counts.requests,
         "blocks": counts.blocks,
         "hit_blocks": counts.hit_blocks,
+        "unheard": sum(refs.unheard.values()),
         **{name: getattr(counts, name) for name in shares},
     }

@@ -1,5 +1,7 @@
 """trace, curve, advise and experiment on the command line."""
 
+import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedjax import lab
 from pagedjax.cli import main
 
 
@@ -80,6 +83,71 @@ def test_experiment_list_and_single_case(
     assert "8 hit (#), 6 computed (.)" in capsys.readouterr().out
     assert main(["experiment", "run", "ledger", "--users", "3"]) == 2
     assert main(["experiment", "run"]) == 2
+
+
+def test_F102_every_field_and_several_seeds_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables, rows and header say what was set; rows of several seeds stand as means with intervals, too."""
+    monkeypatch.chdir(tmp_path)
+    fields = ["--set", "users=50", "--set", "block-size=16", "--set", "common=64"]
+    command = ["experiment", "run", "ledger", "--smoke", *fields, "--no-plots", "--out", "a"]
+    assert main([*command, "--seeds", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "| users |" in printed and "| seeds |" in printed
+    table = (tmp_path / "a" / "ledger.md").read_text()
+    assert "Set: users=50, block_size=16, common=64" in table and "Seeds of each row: 3" in table
+    header, *units = map(json.loads, (tmp_path / "a" / "ledger.jsonl").read_text().splitlines())
+    assert "--seeds 3 --set users=50" in header["command"] and header["seeds"] == 3
+    rows = [row for unit in units for row in unit["rows"]]
+    assert [r["seed"] for r in rows[:3]] == [0, 1, 2] and {r["users"] for r in rows} == {50}
+    (row, *_) = csv.DictReader((tmp_path / "a" / "ledger-means.csv").read_text().splitlines())
+    assert row["seeds"] == "3" and row["users"] == "50"
+    # Fewer seeds keep nothing of it, and one alone is the run without.
+    assert main([*command, "--resume"]) == 0
+    assert "an earlier run had other" in capsys.readouterr().err
+    _, *one = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
+    assert len(one) * 3 == len(units)
+    for bad, message in (
+        (["ledger", "--seeds", "0"], "0 is not in the range"),
+        (["hit-length", "--seeds", "2"], "--seeds 2: hit-length draws nothing; leave it out"),
+        (["ledger", "--set", "seed=3", "--seeds", "2"], "--set seed says what it says, too"),
+        (["--all", "--seeds", "2"], "--seeds: is of one experiment"),
+        (["ledger", "--set", "user=5"], "did you mean users?"),
+    ):
+        assert main(["experiment", "run", *bad]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_means_over_seeds_are_those_of_rows_in_one_place() -> None:
+    rows = [
+        {"a": a, "seed": s, "v": float(a + s), "w": None if s else 1.0} for s in (0, 1, 2) for a in (1, 5)
+    ]
+    first, second = lab.means_over_seeds([*rows, {"a": 9, "v": 1.0}])[:2]
+    assert first == {"a": 1, "v": 2.0, "v ± 95 %": pytest.approx(4.303 / 3**0.5), "w": None, "seeds": 3}
+    assert second["v"] == 6.0 and lab.means_over_seeds([*rows, {"a": 9, "v": 1.0}])[2] == {"a": 9, "v": 1.0}
+    assert lab.means_over_seeds(rows[:-1]) == [] == lab.means_over_seeds(rows[:2])
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "jsonl.gz"])
+def test_memory_is_announced_before_a_large_trace_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """A plain file by its size, before a block is kept; one whose size says little as soon as there are many."""
+    monkeypatch.setattr("pagedjax.cli.trace._MANY", 1500)
+    monkeypatch.setattr("pagedjax.cli.trace._SMALL_FILE", 0)
+    rows = [{"prompt": f"{i:064d}" * 4, "num_output": 2} for i in range(100)]
+    text = json.dumps(rows) if form == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / f"p.{form}"
+    path.write_bytes(gzip.compress(text.encode()) if form.endswith("gz") else text.encode())
+    monkeypatch.setattr("pagedjax.cli.trace._LOOKED_AT", 10)
+    for command in (["curve", str(path)], ["trace", "info", str(path)]):
+        assert main(command) == 0
+        told = [line for line in capsys.readouterr().err.splitlines() if "block references" in line]
+        first = "about 1.6e+03" if form == "jsonl" else "more than 1,500"
+        assert len(told) == 2 and first in told[0] and "1,600 block references: at most 0.0 GB" in told[1]
+        assert main([*command, "--quiet"]) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_experiment_run_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Hits over windows and groups add up to the whole; times between uses are those of a plain loop."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,16 @@ import numpy as np
 import pytest
 
 from pagedjax.cli import main
+from pagedjax.config import Config
 from pagedjax.sim.curve import count_hits
+from pagedjax.sim.fleet import Arrivals as Arrivals_
+from pagedjax.sim.fleet import run_fleet
+from pagedjax.sim.fleet.file import InstanceTable
 from pagedjax.sim.replay import BlockKeys
 from pagedjax.sim.reuse import load_timed, parts, reuse_times
 from pagedjax.sim.synth import Arrivals, chat
-from pagedjax.sim.trace import Trace, write_trace
+from pagedjax.sim.trace import Trace, open_trace, write_trace
+from pagedjax.sim.trial import run_trial
 
 
 def _trace(seed: int = 1) -> Trace:
@@ -72,6 +78,107 @@ def test_the_command_line_has_all_three(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["curve", str(tmp_path / "p.jsonl"), "--window", "5"]) == 2
     assert "has no times" in capsys.readouterr().err
     assert np.isfinite(shares).all()
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_every_curve_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    path = str(tmp_path / "t.jsonl")
+    write_trace(path, _trace(), granularity=1, tail_ids=True)
+    curves = {
+        "capacities": ["--policy", "fifo", "--bound"],
+        "sizes": ["--block-size", "8", "--insert", "prompt+output"],
+        "windows": ["--window", "10", "--capacity", "20"],
+        "groups": ["--by-group", "--insert", "prompt+output"],
+        "cdf": ["--reuse-times"],
+        "at-once": ["--in-flight", "1", "--in-flight", "4", "--capacity", "60"],
+    }
+    if form != "png":
+        curves = {name: curves[name] for name in ("groups", "cdf")}
+    for name, options in curves.items():
+        plot = tmp_path / f"{name}.{form}"
+        assert main(["curve", path, "--block-size", "4", *options, "--plot", str(plot), "--quiet"]) == 0
+        said = capsys.readouterr().out
+        first = plot.read_bytes()
+        assert len(first) > 3000 and len(said.splitlines()) > 2
+        assert main(["curve", path, "--block-size", "4", *options, "--plot", str(plot), "--quiet"]) == 0
+        assert (plot.read_bytes(), capsys.readouterr().out) == (first, said)
+    assert main(["curve", path, "--plot", str(tmp_path / "p.jpeg")]) == 2
+    assert "p.jpeg: must end in .png, .svg, .pdf" in capsys.readouterr().err
+    assert main(["curve", path, "--plot", str(tmp_path / "none" / "p.png")]) == 2
+    assert "no such folder as" in capsys.readouterr().err
+
+
+def test_requests_in_flight_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A closed loop of N on one engine is what a fleet of one instance does in its own closed loop."""
+    path = tmp_path / "t.jsonl"
+    write_trace(path, _trace(), granularity=1, tail_ids=True)
+    options = ["--block-size", "4", "--capacity", "60", "--quiet"]
+    counts = ["--in-flight", "1", "--in-flight", "4"]
+    assert main(["curve", str(path), *options, *counts]) == 0
+    header, *rows = capsys.readouterr().out.split()
+    assert header == "block_size,capacity_blocks,policy,in_flight,hit_by_token,requests,refused,preemptions"
+    ratios = [float(row.split(",")[4]) for row in rows]
+    assert ratios[0] > ratios[1] > 0  # who runs at the same time finds less
+    for n, ratio in zip((1, 4), ratios):
+        settings = {"cache.num_blocks": 61, "cache.block_size": 4, "max_num_seqs": n, "token_budget": 8192}
+        table = InstanceTable(
+            cache=Config().replace(settings).cache,
+            scheduler=Config().replace(settings).scheduler,
+            hardware="h100-80gb",
+            shape="llama-3-8b",
+        )
+        fleet = run_fleet(open_trace(path), table.specs(), arrivals=Arrivals_("fleet", concurrency=n))
+        assert ratio == pytest.approx(fleet.summary().hit_by_token, abs=5e-7)
+        assert main(
+            ["simulate", str(path), "--in-flight", str(n), "--json", "--quiet"]
+            + [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
+        ) == 0  # fmt: skip
+        told = json.loads(capsys.readouterr().out)
+        assert told["hit_by_token"] == fleet.summary().hit_by_token
+        assert told["latency_s"] == {f"p{p}": v for p, v in fleet.summary().latency_s.items()}
+    for bad, message in (
+        (["--in-flight", "2"], "--in-flight: needs the engine's pool; give --capacity"),
+        (["--in-flight", "2", "--capacity", "9", "--window", "3"], "stands alone"),
+        (["--in-flight", "2", "--capacity", "9", "--insert", "prompt+output"], "--insert: has no effect"),
+        (["--in-flight", "2", "--capacity", "9", "--bound"], "stands alone"),
+    ):
+        assert main(["curve", str(path), *bad]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["simulate", str(path), "--in-flight", "2", "--rate", "1"]) == 2
+    assert "a closed loop has no rate" in capsys.readouterr().err
+
+
+def test_what_rows_ask_of_the_cache_is_named_where_blocks_alone_cannot_do_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [{"token_ids": [1, 2, 3, 4, 5], "arrival_s": i, "num_output": 1} for i in range(4)]
+    rows[1] |= {"cache_read": False}
+    rows[2] |= {"cache_read": False, "retention": 9}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "cache_read (in 2 rows), retention (in 1 rows): has no effect on blocks alone"
+    plain = ["--block-size", "2"]
+    for command in (
+        ["curve", str(path), *plain],
+        ["curve", str(path), *plain, "--window", "2"],
+        ["curve", str(path), *plain, "--reuse-times"],
+        ["trace", "info", str(path), *plain],
+        ["advise", str(path), *plain],
+    ):
+        assert main(command) == 0
+        assert said in capsys.readouterr().err, command
+        assert main([*command, "--quiet"]) == 0
+        assert capsys.readouterr().err == ""
+    assert load_timed(open_trace(path), 2).refs.unheard == {"cache_read": 2, "retention": 1}
+    assert (
+        run_trial(open_trace(path), {"cache.num_blocks": 9, "cache.block_size": 2}, 0, "replay")["unheard"]
+        == 3
+    )
+    # The simulator asks: two of the three that could find their blocks do not want to.
+    assert main(["curve", str(path), *plain, "--in-flight", "1", "--capacity", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert "unheard" not in err and "has no effect" not in err
+    assert float(out.split()[1].split(",")[4]) == pytest.approx(4 / 20)
 
 
 def test_a_rate_that_looks_wrong_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

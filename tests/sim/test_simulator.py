@@ -407,9 +407,14 @@ def test_F081_hits_of_a_trace_without_identity_are_unknown_in_python(skip: bool)
     manager = PagedManager(num_blocks=NUM_BLOCKS, block_size=BLOCK)
     result = simulate(_trace(rows, 0), manager, _second, config, max_model_len=MAX_LEN, skip=skip)
     assert [r.num_cached for r in result.records] == [None] * 4
-    assert math.isnan(result.summary().hit_by_token)
+    assert result.summary().hit_by_token is None
     # One request of unknown hits leaves those of all unknown; all known ones add up.
-    assert math.isnan(summarize([*result.records, replace(result.records[0], num_cached=5)]).hit_by_token)
+    mixed = [
+        replace(result.records[0], num_cached=5),
+        *result.records,
+        replace(result.records[0], num_cached=5),
+    ]
+    assert summarize(mixed).hit_by_token is None
     assert summarize([replace(r, num_cached=5) for r in result.records]).hit_by_token == 0.25
 
 

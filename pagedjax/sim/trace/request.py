@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -70,6 +70,10 @@ class Trace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return self.source()
+
+    def through(self, watch: Callable[[Iterable[TraceRequest]], Iterator[TraceRequest]]) -> Trace:
+        """The same requests, watched as they pass: a progress bar, a count."""
+        return replace(self, source=lambda: watch(self.source()))
 
     def head(self, num_requests: int) -> Trace:
         """The first `num_requests` requests."""

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
     "pagedjax.lab.cluster": {"pagedjax.lab", "pagedjax.paths", "distributed"},
     "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
-    "pagedjax.lab.sweep": {"pagedjax.lab", "matplotlib", "pyarrow"},
+    "pagedjax.lab.sweep": {"pagedjax.lab", "pagedjax.sim.show", "matplotlib", "pyarrow"},
     "pagedjax.kernels": {
         "pagedjax.kernels",
         "pagedjax.paths",

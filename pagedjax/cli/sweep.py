@@ -227,17 +227,7 @@ def _value(text: str) -> Any:
 
 def _short(row: dict[str, Any], axes: dict[str, list[Any]]) -> dict[str, Any]:
     """What a terminal has room for: settings that vary, and the first figures; the files have all."""
+    from pagedjax.lab.sweep import SHOWN
+
     varied = {key: row[key] for key, values in axes.items() if len(values) > 1 and key in row}
-    shown = (
-        "requests_per_s",
-        "goodput",
-        "hit_by_token",
-        "by_block",
-        "by_token",
-        "preemptions",
-        "ttft_s_p50",
-        "ttft_s_p99",
-        "tpot_s_p50",
-        "pool_held",
-    )
-    return varied | {name: row[name] for name in shown if name in row}
+    return varied | {name: row[name] for name in SHOWN if name in row}

@@ -5,7 +5,7 @@ What one point of the product is worth is somebody else's importable function; h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from pagedjax.lab.provenance import digest, package_sources
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.tables import comma_separated, is_number
 from pagedjax.lab.workers import finished, local
+from pagedjax.sim import show
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Sweep:
     Attributes:
         name: Of its files.
         axes: Name → values, in the order of the table; the last moves fastest.
-        work: (point, *more) → the columns it yields; importable, and pure: same point, same columns.
+        work: `(point, *more)` → the columns it yields; importable, and pure: same point, same columns.
         more: Further plain arguments of `work`, the same for all points.
         data: Name → sha256 of what it reads.
     """
@@ -45,6 +46,58 @@ class Sweep:
         return [dict(zip(self.axes, values)) for values in product(*self.axes.values())]
 
 
+class SweepRows(list[TableRow]):
+    """Rows of a sweep; a notebook shows what was varied with the first figures, and draws one of them.
+
+    Attributes:
+        axes: As the sweep's.
+    """
+
+    def __init__(self, rows: Iterable[TableRow], axes: Mapping[str, Sequence[Any]]) -> None:
+        super().__init__(rows)
+        self.axes = dict(axes)
+
+    def _repr_html_(self) -> str:
+        varied = [name for name, values in self.axes.items() if len(values) > 1]
+        keys = [name for name in varied if name != "seed"]
+        means = (
+            over_seeds(self, [name for name in self.axes if name != "seed"])
+            if "seed" in self.axes
+            else list(self)
+        )
+        columns = list(dict.fromkeys(name for row in self for name in row))
+        figures = [c for c in columns if c not in self.axes and any(is_number(r.get(c)) for r in self)]
+        first = [name for name in SHOWN if name in figures][:5] or figures[:5]
+        parts = [show.note(f"{len(self)} points; " + "; ".join(f"{n}: {len(self.axes[n])}" for n in varied))]
+        numeric = [name for name in keys if all(map(is_number, self.axes[name]))]
+        if numeric and first:
+            x, y = numeric[0], first[0]
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in sorted(means, key=lambda row: row[x]):
+                if is_number(row.get(y)):
+                    name = ", ".join(str(row[key]) for key in keys if key != x) or y
+                    lines.setdefault(name, []).append((row[x], row[y]))
+            if len(lines) <= 8:
+                parts.append(show.lines(lines, x=x, y=y))
+        parts.append(show.table([{name: row.get(name) for name in (*keys, *first)} for row in means]))
+        return show.card("Sweep", *parts)
+
+
+# Figures of `pagedjax.sim.trial` that come first where there is room for few.
+SHOWN = (
+    "requests_per_s",
+    "goodput",
+    "hit_by_token",
+    "by_block",
+    "by_token",
+    "preemptions",
+    "ttft_s_p50",
+    "ttft_s_p99",
+    "tpot_s_p50",
+    "pool_held",
+)
+
+
 def run_sweep(
     sweep: Sweep,
     out: Path,
@@ -54,7 +107,7 @@ def run_sweep(
     executor: Executor | None = None,
     note: Callable[[str], None] = lambda text: None,
     advance: Callable[[float], None] = lambda amount: None,
-) -> list[TableRow]:
+) -> SweepRows:
     """Work every point out; rows in the order of the points, whoever finished first.
 
     Args:
@@ -99,7 +152,7 @@ def run_sweep(
             file.append(number, done[number])
             advance(1)
     file.start(header, done)
-    return [row for number in sorted(done) for row in done[number]]
+    return SweepRows((row for number in sorted(done) for row in done[number]), sweep.axes)
 
 
 def over_seeds(rows: Sequence[TableRow], keys: Sequence[str]) -> list[TableRow]:

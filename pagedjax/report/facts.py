@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedjax.report.record import Frame, RecordError, Replay, read_record
+from pagedjax.report.record import Frame, Record, RecordError, Replay, read_record
+from pagedjax.sim import show
 
 MOST_FRAMES = 200_000
 
@@ -76,6 +78,53 @@ def facts(frames: Iterable[Frame], name: str) -> dict[str, Any]:
             )
         reader.take(frame)
     return reader.result()
+
+
+def notebook(record: Record) -> str:
+    """What a notebook shows of a record: what ran, the pool over the run's clock, whose first token took longest.
+
+    A record that cannot be read, or has too many frames, shows the reason.
+    """
+    try:
+        run = facts(record, str(record.path))
+    except (RecordError, OSError) as error:
+        return show.card("Record", show.note(str(error)))
+    about, lines = run["about"], run["requests"]
+    told = [f"{name}: {about[name]}" for name in ("kind", "model", "command") if about.get(name)]
+    pool = (
+        f"{run['pool_blocks'][0] - 1:,} usable blocks of {run['block_size']} tokens"
+        if run["pool_blocks"]
+        else ""
+    )
+    ends = [step[2] + step[3] for step in run["steps"]]
+    of_blocks = {"one owner": 1, "shared": 2, "cached": 3}
+    series = {
+        name: [(end, float(state[at])) for end, state in zip(ends, run["counts"])]
+        for name, at in of_blocks.items()
+    }
+    slow = sorted(lines, key=lambda line: line["arrival"] - (line["first"] or math.inf))[:5]
+    rows = [
+        {
+            "request": line["id"],
+            "prompt tokens": line["prompt"],
+            "from the cache": line["hit"],
+            "match stopped": line["reason"],
+            "first token after, s": line["first"] - line["arrival"] if line["first"] is not None else None,
+            "preempted": len(line["preemptions"]),
+        }
+        for line in slow
+    ]
+    return show.card(
+        f"Record {record.path.name}",
+        show.note("; ".join([*told, pool])),
+        show.note(
+            f"{len(lines):,} requests, {sum(line['end'] is not None for line in lines):,} of them ended, "
+            f"in {int(sum(step[1] for step in run['steps'])):,} steps and {ends[-1] if ends else 0:.4g} s"
+        ),
+        show.lines(series, x="seconds", y="blocks"),
+        show.note("Whose first token took longest:"),
+        show.table(rows),
+    )
 
 
 class _Reader:

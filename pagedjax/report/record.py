@@ -2,14 +2,12 @@
 
 A record is JSON lines (gzip where the name ends in .gz). Each line is one frame:
 
-| frame | what it says |
-|---|---|
-| `run` | first: what ran (kind, model, settings, trace, command), block size, pools |
-| `add` | a request came: id, time, prompt and most new tokens, samples; its text only where that was asked for |
-| `step` | one step: number, start, seconds; rows; what was admitted with which hit, preempted; copies; tables |
-| `quiet` | steps in which every row of the frame before got its next token and nothing else happened |
-| `end` | a request ended: why, its output tokens, its times |
-| `close` | last, of a run that was closed: order of each free queue, counters |
+- `run`, first: what ran (kind, model, settings, trace, command), block size, pools
+- `add`: a request came: id, time, prompt and most new tokens, samples; its text only where that was asked for
+- `step`: one step: number, start, seconds; rows; what was admitted with which hit, preempted; copies; tables
+- `quiet`: steps in which every row of the frame before got its next token and nothing else happened
+- `end`: a request ended: why, its output tokens, its times
+- `close`, last, of a run that was closed: order of each free queue, counters
 
 Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens, samples drawn]` of a step's rows,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that
@@ -316,16 +314,40 @@ def _open(path: Path, mode: str) -> IO[str]:
 # ------------------------------------------------------------------------ reading
 
 
-def read_record(path: str | Path) -> Iterator[Frame]:
-    """Yield a record's frames, the `run` frame first.
+class Record:
+    """The frames of a record, the `run` frame first; read anew each time one begins with them.
 
-    A last line that a kill cut is left out.
+    A last line that a kill cut is left out. Iterating raises `RecordError` where the file is no record, of another
+    version, or has a broken line that is not the last. A notebook shows what ran, the pool over the run's clock, and
+    whose first token took longest.
+    """
 
-    Raises:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __iter__(self) -> Iterator[Frame]:
+        return _frames(self.path)
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        from pagedjax.report.facts import notebook
+
+        return notebook(self)
+
+
+def read_record(path: str | Path) -> Record:
+    """A record's frames, to iterate over; nothing is read before the first is asked for.
+
+    Raises, while iterating:
         RecordError: No record, of another version, or a broken line that is not the last.
         OSError: The file cannot be read.
     """
-    path = Path(path)
+    return Record(path)
+
+
+def _frames(path: Path) -> Iterator[Frame]:
     broken: tuple[int, str] | None = None
     first = True
     try:

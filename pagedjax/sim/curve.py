@@ -12,9 +12,11 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from pagedjax.sim import show
 from pagedjax.sim.references import (
     ASKED,
     CHUNK,
@@ -174,6 +176,58 @@ class Curve:
             self.capacities[np.searchsorted(self.hit_tokens, share * self.hit_tokens[-1], side="left")]
         )
 
+    def _repr_html_(self) -> str:
+        capacities = self._shown()
+        ratios = {
+            "by block": [(c, self.by_block(c)) for c in capacities],
+            "by token": [(c, self.by_token(c)) for c in capacities],
+        }
+        rows: list[dict[str, Any]] = [
+            {"blocks of LRU": c, "by block": self.by_block(c), "by token": self.by_token(c)}
+            for c in capacities[:: max(len(capacities) // 8, 1)]
+        ]
+        if len(self.capacities):
+            rows.append({"blocks of LRU": "without end", "by block": self.by_block(math.inf)})
+            rows[-1]["by token"] = self.by_token(math.inf)
+        return show.card(
+            "Hit ratio of LRU",
+            show.note(f"counted: {self.blocks:,} blocks looked up, {self.tokens:,} prompt tokens"),
+            show.lines(ratios, x="blocks", y="hit ratio", log_x=True),
+            show.table(rows),
+        )
+
+    def _shown(self) -> list[int]:
+        """Capacities to draw: eight to a doubling, up to the largest where anything changes."""
+        if not len(self.capacities):
+            return []
+        most = int(self.capacities[-1])
+        return sorted({min(round(2 ** (k / 8)), most) for k in range(8 * most.bit_length() + 1)})
+
+
+class Curves(dict[int, Curve]):
+    """Block size → its curve; a notebook draws them over the tokens that a cache holds."""
+
+    def _repr_html_(self) -> str:
+        lines = {
+            f"blocks of {size}": [(c * size, curve.by_token(c)) for c in curve._shown()]
+            for size, curve in self.items()
+        }
+        rows = [
+            {
+                "block size": size,
+                "by token, without end": curve.by_token(math.inf),
+                "blocks for 95 % of it": curve.smallest(0.95),
+                "for 99 %": curve.smallest(0.99),
+            }
+            for size, curve in self.items()
+        ]
+        return show.card(
+            "Hit ratio of LRU, by token",
+            show.note("counted"),
+            show.lines(lines, x="tokens that fit", y="hit ratio", log_x=True),
+            show.table(rows),
+        )
+
 
 def lru_curve(refs: References) -> Curve:
     """Hit ratio of LRU at all capacities, contiguous prefixes only, in one pass.
@@ -261,6 +315,6 @@ def belady_bound(refs: References, capacity: int) -> int:
     return hits
 
 
-def curves(trace: Trace, block_sizes: Iterable[int], *, progress: Progress = iter) -> dict[int, Curve]:
+def curves(trace: Trace, block_sizes: Iterable[int], *, progress: Progress = iter) -> Curves:
     """One LRU curve per block size; capacities are in blocks of that size."""
-    return {size: lru_curve(load_references(trace, size, progress=progress)) for size in block_sizes}
+    return Curves((size, lru_curve(load_references(trace, size, progress=progress))) for size in block_sizes)

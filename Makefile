@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed-$(PYTAG)
 SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full test-isa test-web mutants lint types rooms aot aot-fast parity lock clean
+.PHONY: help env demo model test test-fast test-full test-isa test-settings test-web mutants lint types rooms aot aot-fast parity lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -63,7 +63,10 @@ test-fast: $(STAMP) ## a subset of the tests that takes about 3 minutes
 	$(BIN)/python -m pytest $(SPREAD) -m "not full and not parity and not slow and not smollm" $(FAST) $(PYTEST_ARGS)
 
 test-isa: $(STAMP) ## the kernel and runtime tables as CPUs without AVX2 and without AVX-512 run them
-	$(BIN)/python tests/isa.py $(SPREAD) $(PYTEST_ARGS)
+	$(BIN)/python tests/environments.py isa $(SPREAD) $(PYTEST_ARGS)
+
+test-settings: $(STAMP) ## the runner's and the decoder's tests under 64-bit types, rbg keys and a debugger of NaN
+	$(BIN)/python tests/environments.py settings $(SPREAD) $(PYTEST_ARGS)
 
 mutants: $(STAMP) ## plant faults one by one, each of which the tests beside it must notice (MUTANTS="words" of names)
 	$(BIN)/python tests/mutants.py $(MUTANTS)

@@ -77,6 +77,7 @@ class PagedManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host_blocks = host_blocks
+        self.partial = partial
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self.now = 0.0

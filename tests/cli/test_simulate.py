@@ -20,7 +20,7 @@ from pagedjax.sim.metrics import Tally
 from pagedjax.sim.rates import find_rate
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import Arrivals, chat, target_sharing
-from pagedjax.sim.trace import open_trace, write_trace
+from pagedjax.sim.trace import Trace, TraceRequest, open_trace, write_trace
 
 CONFIG = SchedulerConfig(max_num_seqs=8, token_budget=256)
 SETTINGS = [
@@ -103,11 +103,30 @@ def test_the_run_is_written_down_as_the_engine_writes_it(
     replay(frames)
 
 
-def test_100000_requests_would_stream() -> None:
-    """What is held at the end grows by the tally alone: six numbers a request."""
+@pytest.mark.parametrize("form", ["tokens", "ids", "far ids", "bailian file"])
+def test_100000_requests_would_stream(form: str, tmp_path: Path) -> None:
+    """What is held at the end grows by the tally alone (six numbers a request), blocks that come and go included."""
+
+    def requests(count: int) -> Trace:
+        if form == "tokens":
+            return target_sharing(count, prompt_tokens=20, output_tokens=2, share=0.2, arrivals=Arrivals(2.0))
+        far = 2**60 if form == "far ids" else 10**6
+        rows = ((i, [far * (form != "ids"), *range(far + 9 * i, far + 9 * i + 9)]) for i in range(count))
+        if form == "bailian file":
+            (tmp_path / "b.jsonl").write_text(
+                "".join(
+                    json.dumps(
+                        {"chat_id": i, "parent_chat_id": -1, "timestamp": i, "input_length": 155,
+                         "output_length": 2, "type": "text", "hash_ids": ids}
+                    ) + "\n"
+                    for i, ids in rows
+                )
+            )  # fmt: skip
+            return open_trace(tmp_path / "b.jsonl")
+        asked = (TraceRequest(float(i), 155, 2, granule_ids=np.array(ids)) for i, ids in rows)
+        return Trace("t", "t", 16, True, lambda: asked)
 
     def held(count: int) -> int:
-        trace = target_sharing(count, prompt_tokens=20, output_tokens=2, share=0.2, arrivals=Arrivals(2.0))
         tally, sizes = Tally(), []
 
         def keep(record: Any) -> None:
@@ -117,12 +136,14 @@ def test_100000_requests_would_stream() -> None:
                 sizes.append(tracemalloc.get_traced_memory()[0])
 
         manager = PagedManager(num_blocks=60, block_size=16)
+        trace = requests(count)
         tracemalloc.start()
         result = simulate(trace, manager, _cost(), CONFIG, max_model_len=200, on_record=keep)
         tracemalloc.stop()
         assert result.records == [] and tally.requests == count
         return sizes[0]
 
+    held(5)  # what the first run keeps for all
     assert held(210) - held(60) < 150 * 8 * 6 * 2 + 10_000
 
 
@@ -197,16 +218,57 @@ def _nothing() -> Any:
     return nullcontext()
 
 
-def test_large_and_small_block_ids_stay_apart() -> None:
-    """Ids go into tokens as they are up to 2^28, through a table beyond; both hit alike."""
+@pytest.mark.parametrize("together", [1, 2, 3, 4])
+def test_large_and_small_block_ids_stay_apart(together: int) -> None:
+    """Ids go into tokens as they are up to 2^28, beyond through a table, or spelled where a block holds a whole id."""
     from pagedjax.sim.simulator import Prompts
     from pagedjax.sim.trace import Trace, TraceRequest
 
-    ids = [3, 2**28 - 1, 2**28, 2**40, 5, -7, 2**40, 3]
-    rows = [TraceRequest(0.0, 4, 1, granule_ids=np.array([i])) for i in ids]
-    prompts = Prompts(Trace("t", "t", 4, True, lambda: iter(rows)))
-    firsts = [int(prompts.tokens(n, row)[0]) for n, row in enumerate(rows)]
-    assert len(set(firsts)) == len(set(ids)) and firsts[3] == firsts[6] and firsts[0] == firsts[7] == 3
+    ids = [
+        3,
+        2**28 - 1,
+        2**28,
+        2**40,
+        5,
+        -7,
+        2**40,
+        3,
+        2**62 + 1,
+        2**62 + 2**22,
+        -(2**63),
+        2**63 - 1,
+        -1,
+        2**22,
+    ]
+    rows = [TraceRequest(0.0, 8, 1, granule_ids=np.array([i, 3])) for i in ids]
+    prompts = Prompts(Trace("t", "t", 4, True, lambda: iter(rows)), together)
+    tokens = [prompts.tokens(n, row) for n, row in enumerate(rows)]
+    for begin in range(5 - together):  # any stretch that is compared as one tells ids apart
+        stretches = [tuple(t[begin : begin + together].tolist()) for t in tokens]
+        assert len(set(stretches)) == len(set(ids)) and stretches[3] == stretches[6]
+    assert tokens[0].tolist() == [3] * 8 and all(t[4:].tolist() == [3] * 4 for t in tokens)
+    assert all(t.min() >= 0 and t.max() < 2**29 and t.dtype == np.int32 for t in tokens)
+    assert len(prompts._dense) == (8 if together < 3 else 0)
+
+
+@pytest.mark.parametrize("partial", [0, 2])
+def test_large_ids_hit_as_small_ones(partial: int) -> None:
+    rng = np.random.default_rng(8)
+    paths = [[int(k) for k in rng.integers(0, 3, 4)] for _ in range(60)]
+
+    def simulated(far: int) -> Any:
+        rows = []
+        for i, path in enumerate(paths):
+            names = [sum(3**j * (p + 1) for j, p in enumerate(path[: k + 1])) for k in range(4)]
+            ids = np.array([n + far * (n % 5) for n in names], np.int64)
+            rows.append(TraceRequest(float(i), 62, 3, granule_ids=ids))
+        trace = Trace("t", "t", 16, True, lambda: iter(rows))
+        manager = PagedManager(num_blocks=30, block_size=8, partial=partial)
+        result = simulate(trace, manager, _cost(), CONFIG, max_model_len=200, hash_plans=True)
+        return result.plan_hash, [r.num_cached for r in result.records]
+
+    near = simulated(0)
+    assert near == simulated(2**29) == simulated(2**58) and sum(near[1]) > 0
 
 
 def test_records_hold_no_dictionaries() -> None:

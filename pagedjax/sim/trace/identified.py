@@ -165,10 +165,11 @@ def _arrival(source: Source, row: Fields, times: Times, session: str, last: dict
 
 
 def _root(source: Source, record: dict[str, object], roots: dict[str, str]) -> str:
-    """The chat that a row's chat goes back to."""
+    """The chat that a row's chat goes back to; `roots` remembers those that follow another, and no first one."""
     chat, parent = source.text("chat", record), source.text("parent", record)
-    root = roots.get(parent, chat) if parent not in ("", "-1") else chat
-    roots[chat] = root
+    if parent in ("", "-1"):
+        return chat
+    roots[chat] = root = roots.get(parent, parent)
     return root
 
 

@@ -85,25 +85,56 @@ def test_the_product_is_the_trials_one_by_one_and_the_same_on_two_workers(
     assert parquet.read_table(folder / "one" / "sweep.parquet").num_rows == 16
 
 
-def test_a_killed_sweep_goes_on_where_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["t0.jsonl", "t1.jsonl", *GRID[:2], *SMALL, "--grid", "token_budget=32,64,256"]
+def test_54_units_killed_on_two_workers_go_on_and_equal_one_worker(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kill -9 in the middle, a policy from outside among the settings; not a byte differs from one worker's file."""
+    arguments = [
+        "t0.jsonl", "t1.jsonl", *SMALL, "--grid", "cache.block_size=4,8,16",
+        "--grid", "cache.policy=lru,lfu,own_policy:Oldest", "--grid", "token_budget=32,64,256",
+    ]  # fmt: skip
     whole = _rows(capsys, *arguments, "--jobs", "1", "--out", "whole")
+    assert len(whole) == 54 and {row["cache.policy"] for row in whole} == {"lru", "lfu", "own_policy:Oldest"}
     start = "import sys; from pagedjax.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", start, "sweep", *arguments, "--jobs", "1", "--out", "cut"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-c", start, "sweep", *arguments, "--jobs", "2", "--out", "cut"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **quiet) as process:
         file, begun = folder / "cut" / "sweep.jsonl", time.monotonic()
-        while not (file.exists() and file.read_bytes().count(b'{"unit"')) and time.monotonic() - begun < 60:
-            time.sleep(0.005)
+        while (
+            not (file.exists() and file.read_bytes().count(b'{"unit"') >= 3)
+            and time.monotonic() - begun < 100
+        ):
+            time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
-    kept = file.read_text().splitlines()
-    assert len(kept) > 1
-    again = _rows(capsys, *arguments, "--jobs", "1", "--out", "cut", "--resume")
-    assert again == whole and (folder / "whole" / "sweep.jsonl").read_text() == file.read_text()
+    kept = file.read_bytes()
+    finished = kept.count(b'{"unit"')
+    assert 3 <= finished < 54
+    file.write_bytes(kept + b'{"unit": 53, "rows": [{"trac')  # a kill may cut a line
+    again = _rows(capsys, *arguments, "--jobs", "2", "--out", "cut", "--resume")
+    assert again == whole
+    for name in ("sweep.jsonl", "sweep.csv", "sweep-means.csv"):
+        assert (folder / "whole" / name).read_bytes() == (folder / "cut" / name).read_bytes()
     # Other points are another sweep: nothing is kept.
     assert (
         main(["sweep", "t0.jsonl", *SMALL, "--grid", "cache.block_size=8", "--out", "cut", "--resume"]) == 0
     )
     assert "an earlier run had other units, data; started anew" in capsys.readouterr().err
+
+
+def test_a_resumed_sweep_begins_no_finished_unit_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["sweep", "t0.jsonl", *SMALL, "--grid", "cache.block_size=4,8,16", "--jobs", "1", "--quiet"]
+    assert main(arguments) == 0
+    file = folder / "results" / "sweep.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    ran: list[Any] = []
+    true = run_trial
+    monkeypatch.setattr("pagedjax.sim.trial.run_trial", lambda *a: ran.append(a[1]) or true(*a))
+    assert main([*arguments, "--resume"]) == 0
+    assert [settings["cache.block_size"] for settings in ran] == [16]
 
 
 def test_a_file_says_what_options_say_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """An installed wheel is whole: the command, the questions and the files of configs/ work in an empty folder."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -113,3 +114,49 @@ def test_a_log_is_advised_simulated_and_swept_from_the_wheel_in_an_empty_folder(
         done = run(site, tmp_path, "-m", "pagedjax", *command, "--quiet")
         assert done.returncode == 0 and done.stdout, done.stderr
     assert (tmp_path / "results" / "sweep.csv").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_pip_installs_it_into_a_bare_python_and_a_log_is_answered(
+    wheel: Path, tmp_path: Path, version: str
+) -> None:
+    """Nothing but what the wheel asks for; the command on its own, in a folder that holds a log and nothing else."""
+    python = shutil.which(f"python{version}")
+    if python is None or subprocess.run([python, "--version"], capture_output=True).returncode:
+        pytest.skip(f"no python{version} on the path")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "VIRTUAL_ENV"}
+    subprocess.run([python, "-m", "venv", tmp_path / "env"], env=clean, check=True, timeout=300)
+    pip = [tmp_path / "env" / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, wheel], env=clean, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    home = tmp_path / "empty"
+    home.mkdir()
+    said = [{"role": "system", "content": "Answer in one word. " * 20}, {"role": "user", "content": "Why?"}]
+    row = {"messages": said, "created": 1_700_000_000}
+    (home / "log.jsonl").write_text("".join(json.dumps({**row, "n": i}) + "\n" for i in range(20)))
+    commands = {
+        "advise log.jsonl": "Take blocks of",
+        "trace info log.jsonl": "hit rate under the engine's rules",
+        "curve log.jsonl --capacity 40 --policy s3fifo": "block_size,capacity_blocks,lru",
+        "simulate log.jsonl --rate 4": "hit rate",
+        "sweep log.jsonl --grid cache.block_size=16,32 --set rate=2 --seeds 2 --jobs 2": "| cache.block_size |",
+        "experiment list": "hit-length",
+        "experiment run hit-length --no-plots": "## hit-length",
+    }
+    for command, part in commands.items():
+        done = subprocess.run(
+            [tmp_path / "env" / "bin" / "pagedjax", *command.split()],
+            cwd=home, env=clean, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0 and part in done.stdout, (command, done.stderr)
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr, (command, done.stderr)
+    # What an extra brings is asked for by name, before any work.
+    for command, extra in (("curve log.jsonl --plot c.png", "plot"), ("trace info t.parquet", "parquet")):
+        (home / "t.parquet").write_bytes(b"PAR1")
+        done = subprocess.run(
+            [tmp_path / "env" / "bin" / "pagedjax", *command.split()],
+            cwd=home, env=clean, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 2 and f"pip install 'pagedjax[{extra}]'" in done.stderr
+        assert done.stderr.count("\n") == 1 and done.stdout == ""

@@ -233,7 +233,7 @@ def _from_file(path: Path, chat: bool, system: str | None) -> Iterator[dict[str,
         raise ValueError(f"--file {path}: {found}; give a text or .jsonl file")
     from pagedjax.sim.records import OPENERS, lines, parse
 
-    name = Path(path.stem if path.suffix in OPENERS else path.name)
+    name = Path(path.stem if path.suffix.lower() in OPENERS else path.name)
     for number, line in lines(path):
         if name.suffix == ".jsonl":
             yield _json_job(f"{path}:{number}", parse(path, number, line, "must be one object a line"))

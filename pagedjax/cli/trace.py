@@ -218,7 +218,7 @@ def _expected(trace: Trace, size: int) -> int:
     """Block references of a plain file, about: by its size and its first requests; 0 where that says nothing."""
     from pagedjax.sim.records import OPENERS, lines
 
-    if trace.path is None or trace.spec or trace.path.suffix in OPENERS or trace.path.suffix == ".parquet":
+    if trace.path is None or trace.spec or trace.path.suffix.lower() in (*OPENERS, ".parquet"):
         return 0
     with trace.path.open("rb") as file:
         array = file.read(100).lstrip().startswith(b"[")  # whose lines are no rows

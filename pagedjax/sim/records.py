@@ -54,7 +54,7 @@ def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[
         TraceError: The compressed stream is cut or damaged, the text is not UTF-8, or no line holds text.
         OSError: The file cannot be opened or read; it carries the path.
     """
-    opener = OPENERS.get(path.suffix, open)
+    opener = OPENERS.get(path.suffix.lower(), open)
     number = 0
     seen, begins = False, True
     with opener(path, "rt", encoding="utf-8-sig") as file:
@@ -76,7 +76,7 @@ def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[
             except UnicodeDecodeError as error:
                 before = error.object[: error.start].count(b"\n")  # text is decoded by the chunk
                 got = f"byte {error.object[error.start]:#04x} is not UTF-8"
-                fail(path, number + 1 + before, got, "must be UTF-8 text; convert it first")
+                fail(path, number + 1 + before, got, _what_it_is(path))
             if not text:
                 break
             number += begins
@@ -86,6 +86,26 @@ def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[
                 yield number, text
     if not seen:
         fail(path, number or 1, "no line holds a record", "must hold at least one")
+
+
+_MAGIC = {
+    b"\x1f\x8b": "is a gzip file: name it .gz",
+    b"\xfd7zXZ": "is an xz file: name it .xz",
+    b"PK\x03\x04": "is a zip archive: unpack it first",
+    b"\x28\xb5\x2f\xfd": "is a zstandard file: unpack it first (zstd -d)",
+    b"BZh": "is a bzip2 file: unpack it first (bunzip2)",
+    b"PAR1": "is a parquet file: name it .parquet",
+    b"\xff\xfe": "is UTF-16: convert it first (iconv -f utf-16 -t utf-8)",
+    b"\xfe\xff": "is UTF-16: convert it first (iconv -f utf-16 -t utf-8)",
+}
+
+
+def _what_it_is(path: Path) -> str:
+    """What a file is that is no UTF-8 text, by its first bytes."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    what = next((what for magic, what in _MAGIC.items() if start.startswith(magic)), "")
+    return f"the file {what}" if what else "must be UTF-8 text; convert it first"
 
 
 def parse(path: Path, line: int, text: str, rule: str) -> Any:
@@ -130,14 +150,14 @@ class Fields:
         fail(self.path, self.line, got, rule)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of the named fields that is there, or `default`.
+        """The first of the named fields that holds something, or `default`; a null or an empty cell holds nothing.
 
         Raises:
             TraceError: None is there and there is no default, or it is no number.
         """
         for name in names:
-            if name in self.record:
-                value = self.record[name]
+            value = self.record.get(name)
+            if value is not None and value != "":
                 if isinstance(value, str):
                     with suppress(ValueError):
                         value = float(value)
@@ -145,6 +165,8 @@ class Fields:
                     self.fail(f"{name}={self.record[name]!r:.60}", "must be a number")
                 return value
         if default is None:
+            if empty := [name for name in names if name in self.record]:
+                self.fail(f"{empty[0]}={self.record[empty[0]]!r}", "must be a number")
             self.fail(f"fields {sorted(self.record)}", f"must hold {' or '.join(names)}")
         return default
 

@@ -11,7 +11,7 @@ from pagedjax.sim.records import fail
 from pagedjax.sim.trace import agentic, identified, lengths, text
 from pagedjax.sim.trace.reading import WISHES, Chat, Encode, Reading, Source, missing
 from pagedjax.sim.trace.request import Trace, TraceRequest
-from pagedjax.sim.trace.rows import rows_of
+from pagedjax.sim.trace.rows import delimiter_of, rows_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def _header(path: Path) -> list[str]:
 
     from pagedjax.sim.records import lines
 
-    return [cell.strip() for cell in next(csv.reader([next(lines(path))[1]]))]
+    text = next(lines(path))[1]
+    return [cell.strip() for cell in next(csv.reader([text], delimiter=delimiter_of(text)))]
 
 
 def _finish(source: Source, kind: str, entry: Format) -> Trace:
@@ -137,7 +138,7 @@ def _finish(source: Source, kind: str, entry: Format) -> Trace:
     trace = entry.open(source)
     used = {name for names in source.columns.values() for name in names} | entry.also
     used |= set() if kind in _NO_WISHES else set(WISHES)
-    unused = [str(name) for name in source.first[1] if name not in used]
+    unused = [str(name) or "(without a name)" for name in source.first[1] if name not in used]
     notes = list(trace.notes)
     if unused:
         notes.append(f"columns not used: {', '.join(unused)}")

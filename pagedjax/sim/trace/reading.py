@@ -152,7 +152,10 @@ class Times:
 
     def _date(self, row: Fields, name: str, text: str) -> datetime:
         try:
-            return datetime.fromisoformat(text.strip())
+            # BigQuery and others write the zone's name.
+            return datetime.fromisoformat(
+                text.strip().removesuffix(" UTC") + "+00:00" * text.strip().endswith(" UTC")
+            )
         except ValueError:
             row.fail(f"{name}={text!r:.60}", "must be an ISO date and time, or a number")
 

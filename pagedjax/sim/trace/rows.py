@@ -30,7 +30,7 @@ def rows_of(path: Path) -> Callable[[], Rows]:
         return lambda: _parquet(path)
     line, text = next(lines(path))
     if ".csv" in suffixes:
-        return lambda: _table(path, ",")
+        return lambda: _table(path, delimiter_of(text))
     if ".tsv" in suffixes:
         return lambda: _table(path, "\t")
     if ".txt" in suffixes:
@@ -41,6 +41,11 @@ def rows_of(path: Path) -> Callable[[], Rows]:
     if text.strip() == "{":
         return lambda: _document(path, line)
     return lambda: records(path)
+
+
+def delimiter_of(header: str) -> str:
+    """What parts the cells of a .csv file: a comma, or what its header has in place of one."""
+    return next((d for d in (",", ";", "\t", "|") if d in header), ",")
 
 
 def _document(path: Path, line: int) -> Rows:
@@ -87,7 +92,7 @@ def _elements(path: Path) -> Rows:
     skip(blank)  # the bracket that opens the array
     at += 1
     while True:
-        here = skip(blank + ",")
+        here = skip(blank)
         if here == "]":
             at += 1
             if skip(blank):
@@ -110,6 +115,15 @@ def _elements(path: Path) -> Rows:
             fail(path, line, "JSON with a number of thousands of digits", rule)
         number += 1
         yield number, record
+        here = skip(blank)
+        if here == ",":
+            at += 1
+            here = skip(blank)
+            if here == "]":
+                fail(path, line + held.count("\n", 0, at), "a comma before the end of the array", rule)
+        elif here and here != "]":
+            got = f"{held[at : at + 20]!r} behind element {number}"
+            fail(path, line + held.count("\n", 0, at), got, f"{rule} with commas between them")
     if not number:
         fail(path, 1, "an empty array", "must hold at least one object")
 

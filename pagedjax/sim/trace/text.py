@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from pagedjax.sim.records import Fields, parse
+from pagedjax.sim.records import Fields
+from pagedjax.sim.trace.openai import as_json, messages_of, object_of, prompt_of, reply_of, text_of, tools_of
 from pagedjax.sim.trace.reading import Source, Times, wishes_of
 from pagedjax.sim.trace.request import Trace, TraceRequest
 
@@ -64,27 +64,19 @@ _ROLES = {
 
 def chatml(messages: list[dict[str, Any]], tools: list[Any]) -> str:
     """Messages as ChatML, tools as JSON lines in front; ends where the answer begins."""
-    parts = [f"<|im_start|>tools\n{_json(tools)}<|im_end|>\n"] if tools else []
-    for message in messages:
-        calls = f"\n{_json(message['tool_calls'])}" if message.get("tool_calls") else ""
-        parts.append(f"<|im_start|>{message['role']}\n{message['content']}{calls}<|im_end|>\n")
+    parts = [f"<|im_start|>tools\n{as_json(tools)}<|im_end|>\n"] if tools else []
+    parts += [f"<|im_start|>{message['role']}\n{text_of(message)}<|im_end|>\n" for message in messages]
     return "".join(parts) + "<|im_start|>assistant\n"
 
 
 def plain(messages: list[dict[str, Any]], tools: list[Any]) -> str:
     """Messages as lines `role: content`, tools in front; ends where the answer begins."""
-    parts = [f"tools: {_json(tools)}\n"] if tools else []
-    for message in messages:
-        calls = f" {_json(message['tool_calls'])}" if message.get("tool_calls") else ""
-        parts.append(f"{message['role']}: {message['content']}{calls}\n")
+    parts = [f"tools: {as_json(tools)}\n"] if tools else []
+    parts += [f"{message['role']}: {text_of(message, ' ')}\n" for message in messages]
     return "".join(parts) + "assistant: "
 
 
 TEMPLATES = {"chatml": chatml, "plain": plain}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 class _Texts:
@@ -167,7 +159,8 @@ def open_prompts(source: Source) -> Trace:
         if not isinstance(prompt, str):
             wanted = " or ".join(f"`{n}`" for n in source.columns["prompt"])
             row.fail(f"fields {sorted(row.record)!r:.300}", f"must hold a non-empty string {wanted}")
-        yield texts.request(row, prompt, _answer(source, row), source.text("session", row.record))
+        answer, stated = _answer(source, row)
+        yield texts.request(row, prompt, answer, source.text("session", row.record), stated)
 
     return _trace(source, "prompts", requests)
 
@@ -193,7 +186,7 @@ def open_sharegpt(source: Source) -> Trace:
         turns = row.record.get(name) if name else None
         if not isinstance(turns, list):
             row.fail(f"{source.columns['turns'][0]}={type(turns).__name__}", "must be a list of turns")
-        tools = _tools(row, row.record.get("tools"))
+        tools = tools_of(row, row.record.get("tools"))
         session = source.text("session", row.record) or f"{row.line}"
         said: list[dict[str, Any]] = []
         for turn in turns:
@@ -212,123 +205,56 @@ def open_sharegpt(source: Source) -> Trace:
 
 
 def open_chat(source: Source) -> Trace:
-    """Chat logs, `messages` a row; a last message of the assistant is the answer."""
+    """Chat logs, `messages` a row; a last message of the assistant is the answer, where no column holds one."""
 
     def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
-        yield _chat_request(source, texts, row, row.record, _answer(source, row))
+        answer, stated = _answer(source, row)
+        said = messages_of(row, row.record, source.column("messages", row.record))
+        if said[-1]["role"] == "assistant" and len(said) > 1 and not answer:
+            answer = text_of(said.pop()).removeprefix("\n")
+        yield _chat_request(source, texts, row, row.record, said, answer, stated)
 
     return _trace(source, "chat", requests)
 
 
 def open_gateway(source: Source) -> Trace:
-    """Requests of the OpenAI API as a gateway or a batch file keeps them: a body, as an object or as JSON text."""
+    """Requests of the OpenAI API as a gateway or a batch file keeps them: a body, as an object or as JSON text.
+
+    What the body holds was asked, a last message of the assistant too; what was answered stands in the response.
+    """
 
     def requests(texts: _Texts, row: Fields) -> Iterator[TraceRequest]:
         name = source.column("body", row.record)
         if name is None:
             row.fail(f"no {source.columns['body'][0]}", "must hold a request's body")
-        body = _object(row, name, row.record[name])
-        answer: Any = source.column("answer", row.record)
-        reply = None if answer is None else row.record[answer]
-        if isinstance(reply, str) and not reply.lstrip().startswith("{"):
-            yield _chat_request(source, texts, row, body, reply)
+        body = object_of(row, name, row.record[name])
+        answer, stated = _answer(source, row, strict=True)
+        prompt = prompt_of(row, body.get("prompt")) if body.get("messages") is None else None
+        if prompt is not None:
+            user = body["user"] if isinstance(body.get("user"), str) else ""
+            yield texts.request(row, prompt, answer, source.text("session", row.record), stated, user)
             return
-        answered = {} if reply is None else _object(row, answer, reply)
-        answered = answered.get("body", answered)  # batch files nest once more
-        yield _chat_request(source, texts, row, body, _content_of(answered), _usage(row, answered))
+        yield _chat_request(source, texts, row, body, messages_of(row, body, "messages"), answer, stated)
 
     return _trace(source, "gateway", requests)
 
 
 def _chat_request(
-    source: Source, texts: _Texts, row: Fields, body: dict[str, Any], answer: str, stated: int | None = None
+    source: Source,
+    texts: _Texts,
+    row: Fields,
+    body: dict[str, Any],
+    said: list[dict[str, Any]],
+    answer: str,
+    stated: int | None,
 ) -> TraceRequest:
     session = source.text("session", row.record)
     user = body["user"] if isinstance(body.get("user"), str) else ""
-    name = source.column("messages", body) if "messages" in source.columns else "messages"
-    messages = body.get(name) if name else None
-    if isinstance(messages, str):  # a cell of a table
-        messages = parse(row.path, row.line, messages, f"{name} must be a JSON list of messages")
-    if messages is None and isinstance(body.get("prompt"), str | list):
-        return texts.request(row, body["prompt"], answer, session, stated, user)
-    if not isinstance(messages, list) or not messages:
-        kind = type(messages).__name__
-        row.fail(f"messages={kind}", "must be a non-empty list; the output file of a batch holds no prompts")
-    said = [_message(row, message) for message in messages]
-    if said[-1]["role"] == "assistant" and len(said) > 1 and not answer:
-        answer = said.pop()["content"]
-    return texts.request(
-        row, texts.prompt(row, said, _tools(row, body.get("tools"))), answer, session, stated, user
-    )
+    prompt = texts.prompt(row, said, tools_of(row, body.get("tools")))
+    return texts.request(row, prompt, answer, session, stated, user)
 
 
-def _message(row: Fields, message: Any) -> dict[str, Any]:
-    entry = Fields(row.path, row.line, message).record
-    if not isinstance(entry.get("role"), str):
-        row.fail("a message without a role", "must have the string `role`")
-    content = entry.get("content")
-    if isinstance(content, list):
-        parts = [Fields(row.path, row.line, part).record for part in content]
-        for part in parts:
-            if not isinstance(part.get("text"), str):
-                row.fail(
-                    f"a content part of type {part.get('type')!r:.30}",
-                    "must be text: what stands for a picture or a sound has no tokens here; take such rows out",
-                )
-        content = "".join(part["text"] for part in parts)
-    if content is None:
-        content = ""  # a tool call alone
-    if not isinstance(content, str):
-        row.fail(f"content={type(content).__name__}", "must be text or a list of text parts")
-    return {**entry, "content": content}
-
-
-def _tools(row: Fields, tools: Any) -> list[Any]:
-    """Tool descriptions: a list, or its JSON text (as ShareGPT files keep it); [] where there are none."""
-    if tools in (None, "", []):
-        return []
-    if isinstance(tools, str):
-        tools = parse(row.path, row.line, tools, "tools must be a JSON list")
-    if not isinstance(tools, list):
-        row.fail(f"tools={type(tools).__name__}", "must be a list")
-    return tools
-
-
-def _object(row: Fields, name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = parse(row.path, row.line, value, f"{name} must be a JSON object")
-    if not isinstance(value, dict):
-        row.fail(f"{name}={type(value).__name__}", "must be an object, or its JSON text")
-    return value
-
-
-def _answer(source: Source, row: Fields) -> str:
-    """The answer's text beside a prompt: a string, or an OpenAI response; "" where there is none."""
+def _answer(source: Source, row: Fields, *, strict: bool = False) -> tuple[str, int | None]:
+    """The answer beside a prompt, and its stated tokens: text, or an OpenAI response; "" where there is none."""
     name = source.column("answer", row.record)
-    value = None if name is None else row.record[name]
-    if isinstance(value, dict):
-        return _content_of(value.get("body", value))
-    if value is None or isinstance(value, str):
-        return value or ""
-    _refuse(row, name, value)
-
-
-def _refuse(row: Fields, name: str | None, value: Any) -> NoReturn:
-    row.fail(f"{name}={type(value).__name__}", "must be text or an OpenAI response; name another column")
-
-
-def _content_of(response: Any) -> str:
-    """What an OpenAI response says first; "" where it says nothing."""
-    choices = response.get("choices") if isinstance(response, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    message = first.get("message")
-    text = message.get("content") if isinstance(message, dict) else first.get("text")
-    return text if isinstance(text, str) else ""
-
-
-def _usage(row: Fields, response: Any) -> int | None:
-    """Tokens of the answer as the response counts them."""
-    usage = response.get("usage") if isinstance(response, dict) else None
-    if not isinstance(usage, dict) or usage.get("completion_tokens") is None:
-        return None
-    return Fields(row.path, row.line, usage).length("completion_tokens")
+    return ("", None) if name is None else reply_of(row, name, row.record[name], strict=strict)

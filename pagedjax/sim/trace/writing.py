@@ -26,7 +26,7 @@ def write_trace(path: str | Path, trace: Iterable[TraceRequest], *, granularity:
     one by one, without a table (the file may hold more ids than memory).
     """
     path = Path(path)
-    opener = OPENERS.get(path.suffix, open)
+    opener = OPENERS.get(path.suffix.lower(), open)
     count = fresh = 0
     with opener(path, "wt", encoding="utf-8") as file:
         for request in trace:
@@ -135,7 +135,7 @@ def write_anonymous(
     path = Path(path)
     unit = FORMS[form][1]
     count = 0
-    with OPENERS.get(path.suffix, open)(path, "wt", encoding="utf-8") as file:
+    with OPENERS.get(path.suffix.lower(), open)(path, "wt", encoding="utf-8") as file:
         for request in progress(trace):
             record: dict[str, Any] = {
                 "timestamp": round(request.arrival_s * (1e3 if unit == "ms" else 1), 6),

@@ -188,7 +188,8 @@ def _streamed(row: Fields, chunks: list[dict[str, Any]]) -> tuple[str, int | Non
         for choice in chunk.get("choices") or []:
             if not isinstance(choice, dict) or choice.get("index", 0) != 0:
                 continue
-            delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
+            given = choice.get("delta")
+            delta: dict[str, Any] = given if isinstance(given, dict) else {}
             text += _str(delta.get("content")) + _str(choice.get("text"))
             for call in delta.get("tool_calls") or []:
                 function = call.get("function") if isinstance(call, dict) else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pagedjax.cache.groups import Group
+from pagedjax.cache.sequence import SeqState
 
 
 class Changes:
@@ -12,13 +13,15 @@ class Changes:
 
     Args:
         groups: Whose pools.
+        states: The manager's sequences, live.
         books_tables: Does `commit` rewrite tables, as where twins are made one?
 
     Attributes:
         books_tables: Does `commit` change tables: twins made one, or blocks behind a window let go of?
     """
 
-    def __init__(self, groups: Sequence[Group], books_tables: bool) -> None:
+    def __init__(self, groups: Sequence[Group], states: Mapping[int, SeqState], books_tables: bool) -> None:
+        self._states = states
         self._pools = [group.pool for group in groups]
         self.books_tables = books_tables or any(group.window is not None for group in groups)
         for pool in self._pools:
@@ -26,13 +29,21 @@ class Changes:
 
     def take(self) -> list[list[tuple[int, int, bytes | None]]]:
         """Per group (block, references, digest) of what changed since the last call."""
-        out = []
+        out: list[list[tuple[int, int, bytes | None]]] = []
         for pool in self._pools:
+            changed = pool.changed
+            if not changed:
+                out.append([])
+                continue
             ref, keys = pool.ref, pool.keys
-            out.append([(b, ref[b], keys[b]) for b in sorted(pool.changed or ())])
-            if pool.changed:
-                pool.changed = set()
+            out.append([(b, ref[b], keys[b]) for b in sorted(changed)])
+            changed.clear()
         return out
+
+    def tables(self, seq: int) -> tuple[list[int], ...] | None:
+        """A sequence's live table in each group, not to be changed; None: it holds no blocks."""
+        state = self._states.get(seq)
+        return None if state is None or state.recorded else tuple(state.tables)
 
     def stop(self) -> None:
         """The pools list nothing any more."""

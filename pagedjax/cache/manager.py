@@ -436,7 +436,7 @@ class PagedManager:
 
     def watch(self) -> Changes:
         """List the blocks that change from now on; one list at a time, `stop` ends it."""
-        return Changes(self._groups, books_tables=self.dedup)
+        return Changes(self._groups, self._seqs, books_tables=self.dedup)
 
     def resident(self) -> Resident:
         """Copies of each content: (group, "device" or "host", digest) to how many."""

@@ -100,11 +100,7 @@ def command(
     if as_json:
         emit_json(_document(trace, advice, checkup, open_file, costs))
         return
-    unit = (
-        open_file.unit
-        if trace.format in ("chat", "gateway", "sharegpt", "prompts", "alpaca-text")
-        else "tokens"
-    )
+    unit = open_file.unit_of(trace)
     _show_sizes(file, advice, unit)
     _show_costs(advice, costs)
     _show_pools(file, advice, insert)
@@ -141,29 +137,22 @@ def _check_up(trace: Trace, advice: Advice, sizes: tuple[int, ...], top: int, qu
     return check_up((p for p in prompts if p is not None), block_sizes=chosen, top=top, progress=progress)
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
-
-
 def _show_sizes(file: Path, advice: Advice, unit: str) -> None:
+    from pagedjax.sim.advice import share
+
     print(f"{advice.requests:,} requests, {advice.tokens:,} prompt tokens ({unit})")
     print("where they go in a cache without end, by block size:")
     print("block size          found   lost below a block   lost to the last token            new")
     for s in advice.sizes:
         print(
-            f"{s.block_size:>10} {s.found:>9,} {_share(s.found, s.looked_up):>5} {s.below_block:>13,} "
-            f"{_share(s.below_block, s.looked_up):>6} {s.last_token:>14,} {_share(s.last_token, s.looked_up):>6} "
+            f"{s.block_size:>10} {s.found:>9,} {share(s.found, s.looked_up):>5} {s.below_block:>13,} "
+            f"{share(s.below_block, s.looked_up):>6} {s.last_token:>14,} {share(s.last_token, s.looked_up):>6} "
             f"{s.new:>14,}"
         )
-    best = advice.best_size
-    if not best.found:
-        print("No prompt begins like an earlier one for a whole block: a prefix cache finds nothing here.")
-        return
-    print(
-        f"Take blocks of {best.block_size}: the largest that find 95 % of what the best size finds "
-        f"({_share(best.found, best.looked_up)} of all tokens)."
-    )
-    print(f"  proof: pagedjax trace info {shlex.quote(str(file))} --block-size {best.block_size}")
+    print(advice.size_sentence)
+    if advice.best_size.found:
+        best = advice.best_size.block_size
+        print(f"  proof: pagedjax trace info {shlex.quote(str(file))} --block-size {best}")
 
 
 def _show_costs(advice: Advice, costs: dict[str, Any]) -> None:
@@ -178,24 +167,23 @@ def _show_costs(advice: Advice, costs: dict[str, Any]) -> None:
 
 
 def _show_pools(file: Path, advice: Advice, insert: str) -> None:
+    from pagedjax.sim.advice import share
+
     if not advice.unlimited_tokens:
         return
-    for pool in advice.pools:
-        print(
-            f"{pool.share:.0%} of that takes {pool.blocks:,} blocks of {advice.block_size} under LRU "
-            f"({pool.blocks * advice.block_size:,} tokens of KV), beside {advice.distinct:,} different ones."
-        )
+    for said in advice.pool_sentences:
+        print(said)
     rest = "" if insert == "prompt" else f" --insert {insert}"
     proof = f"pagedjax curve {shlex.quote(str(file))} --block-size {advice.block_size}{rest}"
     print(f"  proof: {proof} " + " ".join(f"--capacity {pool.blocks}" for pool in advice.pools))
     best = advice.policies[0]
     print(
-        f"At {advice.capacity:,} blocks {best.name} finds most: {_share(best.hit_blocks, advice.blocks)} of the "
-        f"blocks, {best.of_bound:.1%} of the bound ({_share(advice.bound_blocks, advice.blocks)})."
+        f"At {advice.capacity:,} blocks {best.name} finds most: {share(best.hit_blocks, advice.blocks)} of the "
+        f"blocks, {best.of_bound:.1%} of the bound ({share(advice.bound_blocks, advice.blocks)})."
     )
     for policy in advice.policies[1:]:
         print(
-            f"  {policy.name:<12} {_share(policy.hit_blocks, advice.blocks):>6}, {policy.of_bound:.1%} of the bound"
+            f"  {policy.name:<12} {share(policy.hit_blocks, advice.blocks):>6}, {policy.of_bound:.1%} of the bound"
         )
     names = " ".join(f"--policy {policy.name}" for policy in advice.policies if policy.name != "lru")
     print(f"  proof: {proof} --capacity {advice.capacity} {names} --bound".replace("  --bound", " --bound"))
@@ -210,12 +198,7 @@ def _show_prompts(file: Path, checkup: Checkup, open_file: Opener, unit: str, to
         print("No field that changes per request stands in front of common text worth 1 % of all tokens.")
     decode = open_file.texts.decode
     for d in checkup.divergences:
-        gain = d.saved_if_moved - d.saved_now
-        many = "this field" if len(d.fields) == 1 else f"these {len(d.fields)} fields"
-        print(
-            f"Move {many} of {d.count:,} prompts to the end: they would share {d.saved_if_moved:,} {unit} instead of "
-            f"{d.saved_now:,}, {_share(gain, tokens)} of all."
-        )
+        print(d.sentence(unit, tokens))
         for f in d.fields:
             examples = ", ".join(repr(decode(e)) for e in f.examples)
             print(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
+
+if TYPE_CHECKING:
+    from pagedjax.sim.trace import Trace
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -13,65 +19,82 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command("report")
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--run", "runs", type=_FILE, multiple=True, help="A record (generate --record, …); repeatable.")
-@click.option("--trace", "traces", type=_FILE, multiple=True, help="A trace to draw curves of; repeatable.")
-@click.option("--policy", "policies", multiple=True, help="A policy beside LRU in the curves; repeatable.")
+@click.option("--instance", "instances", multiple=True, help="Of a fleet's record: one to show step by step.")
+@click.option("--trace", "traces", type=_FILE, multiple=True, help="Curves and check-up of it; repeatable.")
 @click.option(
-    "--block-size", type=click.IntRange(min=1), help="Of the curves.  [default: the trace's, or 16]"
+    "--policy",
+    "policies",
+    multiple=True,
+    help="In the curves, beside LRU; repeatable.  [default: all, of a small trace]",
 )
+@click.option("--block-size", type=AT_LEAST_1, help="Of the curves.  [default: the trace's, or 16]")
+@click.option("--text", is_flag=True, help="Show prompts of the traces where fields in them change.")
 @click.option("--title", default="pagedjax", show_default=True)
+@trace_options
+@QUIET
 def command(
     out: Path,
     runs: tuple[Path, ...],
+    instances: tuple[str, ...],
     traces: tuple[Path, ...],
     policies: tuple[str, ...],
     block_size: int | None,
+    text: bool,
     title: str,
+    open_file: Opener,
+    quiet: bool,
 ) -> None:
-    """Write OUT, a page that needs no network: the pool through time, each request's story, prefixes, curves.
+    """Write OUT, a page that needs no network: the pool through time, each request's story, fleets, prefixes, curves.
 
-    Prompts are in it only where the record has them (`--record-text`). Several runs stand one below the other.
+    Prompts of a run are in it only where its record has them (`--record-text`). Several runs stand side by side.
     """
-    from pagedjax.report.facts import run_facts
+    from pagedjax.report.facts import read_runs
     from pagedjax.report.page import page
+    from pagedjax.sim.replay import PolicyStore
 
     if not (runs or traces):
         raise click.UsageError("nothing to show: give --run RECORD or --trace FILE")
-    if (policies or block_size) and not traces:
-        raise click.UsageError("--policy and --block-size are of curves: give --trace FILE, too")
-    text = page(
-        [run_facts(path) for path in runs],
-        [_curve(path, policies, block_size) for path in traces],
-        title=title,
-    )
-    out.write_text(text, encoding="utf-8")
+    if (policies or block_size or text) and not traces:
+        raise click.UsageError("--policy, --block-size and --text are of traces: give --trace FILE, too")
+    for name in policies:
+        if name == "belady":
+            raise click.BadParameter("--policy belady: is no policy but a bound, which is shown anyway")
+        PolicyStore(1, name)  # a name that does not exist is refused before anything is read
+    shown = [facts for path in runs for facts in read_runs(path, instances)]
+    curves, checkups = [], []
+    for path in traces:
+        trace = open_file(path)
+        curves.append(_curve(trace, path, policies, block_size, quiet))
+        checkups.append(_checkup(trace, path, open_file, text, quiet))
+    out.write_text(page(shown, curves, checkups=checkups, title=title), encoding="utf-8")
     print(out)
 
 
-def _curve(path: Path, policies: tuple[str, ...], block_size: int | None) -> dict[str, Any]:
-    """LRU, the policies and the bound at powers of two, in plain values."""
-    import hashlib
+def _curve(
+    trace: Trace, path: Path, policies: tuple[str, ...], block_size: int | None, quiet: bool
+) -> dict[str, Any]:
+    from pagedjax.report.traces import curve_facts
 
-    from pagedjax.sim.curve import belady_bound, load_references, lru_curve
-    from pagedjax.sim.replay import PolicyStore, replay
-    from pagedjax.sim.trace import open_trace
+    facts = curve_facts(
+        trace,
+        block_size=block_size or 0,
+        policies=policies or None,
+        command=f"pagedjax curve {shlex.quote(path.name)}",
+        progress=lambda label: requests_bar(label, quiet),
+    )
+    if facts["left_out"] and not quiet:
+        names = ", ".join(facts["left_out"])
+        click.echo(f"{path}: too long to replay every policy unasked ({names}); name them: --policy", err=True)
+    return facts
 
-    trace = open_trace(path)
-    size = block_size or (trace.granularity if trace.granularity > 1 else 16)
-    refs = load_references(trace, size)
-    curve = lru_curve(refs)
-    capacities = [2**k for k in range(max(refs.num_distinct, 1).bit_length() + 1)]
-    values: dict[str, list[float]] = {"lru": [curve.by_block(c) for c in capacities]}
-    for name in policies:
-        values[name] = [replay(trace, size, PolicyStore(c, name)).by_block for c in capacities]
-    values["bound"] = [belady_bound(refs, c) / max(len(refs.keys), 1) for c in capacities]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    more = "".join(f" --policy {name}" for name in policies)
-    return {
-        "name": path.name,
-        "sha256": digest,
-        "command": f"pagedjax curve {path.name} --block-size {size}{more} --bound",
-        "block_size": size,
-        "capacities": capacities,
-        "policies": values,
-    }
+
+def _checkup(trace: Trace, path: Path, open_file: Opener, text: bool, quiet: bool) -> dict[str, Any]:
+    from pagedjax.report.traces import checkup_facts
+
+    return checkup_facts(
+        trace,
+        unit=open_file.unit_of(trace),
+        decode=open_file.texts.decode if text else None,
+        command=f"pagedjax advise {shlex.quote(path.name)}",
+        progress=lambda label: requests_bar(label, quiet),
+    )

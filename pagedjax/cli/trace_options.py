@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_TEXT_FORMATS = ("chat", "gateway", "sharegpt", "prompts", "alpaca-text")
 QUIET = click.option("--quiet", is_flag=True, help="No progress and notes on stderr.")
 
 
@@ -139,6 +140,10 @@ class Opener:
     def unit(self) -> str:
         """What a token of text is."""
         return "bytes" if self.tokenizer == "bytes" else f"tokens of {self.tokenizer}"
+
+    def unit_of(self, trace: Trace) -> str:
+        """What the trace's tokens are: of files of text the tokenizer's, else the file's own."""
+        return self.unit if trace.format in _TEXT_FORMATS else "tokens"
 
     def __call__(self, path: Path) -> Trace:
         """The trace at `path`, or the part of it that was asked for; its notes go to stderr.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedjax.report.record import Frame, Record, RecordError, Replay, read_record
+from pagedjax.report.replay import Frame, Record, RecordError, Replay, read_record
 from pagedjax.sim import show
 
 MOST_FRAMES = 200_000

@@ -9,6 +9,13 @@ A record is JSON lines (gzip where the name ends in .gz). Each line is one frame
 - `end`: a request ended: why, its output tokens, its times
 - `close`, last, of a run that was closed: order of each free queue, counters
 
+A fleet's record is one file: frames of an instance carry its number `i`, and
+| `join` | an instance is there: number, name, role, node, block size, pools |
+| `route` | a request was sent: to whom, who will decode, why, what was expected to be cached there |
+| `refuse` | a request was refused, and why |
+| `move` | KV moved: what for, from where, to where, bytes, start, seconds; `lost` where it did not arrive |
+| `gone` | an instance left, died, or was there at the end |
+
 Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens, samples drawn]` of a step's rows,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that
 had a row then and have none now. `step`, `end` and `close` carry `blocks`: `[group, block, owners]` of every block that
@@ -19,41 +26,72 @@ more. Replaying the frames gives the manager's state.
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from json.encoder import encode_basestring_ascii as _quoted  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from pagedjax.cache import PagedManager
-from pagedjax.cache.stats import CacheStats
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.request import Request, RequestOutput
 from pagedjax.engine.request import Sequence as Seq
 from pagedjax.engine.step import StepPlan, StepResult
+from pagedjax.report.replay import VERSION, RecordError, Replay, open_text, read_record, replay
 
-VERSION = 1
-Frame = dict[str, Any]
+__all__ = ["RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
+
+_Lists = tuple[list[int], ...]  # a sequence's table in each group
 
 
-class RecordError(ValueError):
-    """A record cannot be read; the message names file, line and rule."""
+class RecordFile:
+    """The file of a record, frame after frame.
+
+    Args:
+        path: File to write; an older one is replaced. Its folder must exist.
+        first: The `run` frame, without its name and version.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, first: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._file = open_text(self.path, "w")
+        self._put = self._file.write
+        self.frame("run", {"version": VERSION, **first})
+
+    def frame(self, kind: str, values: Mapping[str, Any], tag: str = "") -> None:
+        """Write a frame of a kind that is rare."""
+        rest = json.dumps(values, separators=(",", ":"), allow_nan=False)[1:]
+        self._put(f'{{"frame":"{kind}"{tag}{"," if rest != "}" else ""}{rest}\n')
+
+    def line(self, text: str) -> None:
+        """Write a frame that is JSON already, with its end of line."""
+        self._put(text)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Recorder:
     """Writes an engine's run down, frame by frame.
 
     Where the manager is a `PagedManager`, its pools tell which blocks changed; nothing is scanned. Close it (or leave
-    its `with` block) to write the closing frame; a record without one can be read all the same.
+    its `with` block) to write the closing frame; a record without one can be read all the same. Frames of steps are
+    put together as text, field by field: a step of a simulation takes no longer than encoding a dictionary would.
 
     Args:
-        path: File to write; an older one is replaced. Its folder must exist.
+        path: File to write; an older one is replaced. Its folder must exist. Or a fleet's file that is being written.
         engine: Whose steps; it must be idle.
         about: Goes into the first frame: kind ("simulated" or "measured"), model, command, trace, settings.
         decode: Token ids → text: prompts are written, too, for readers who may see them; None writes no text.
+        instance: Its number in a fleet's file, whose frames' times are then the fleet's.
 
     Raises:
         ValueError: The engine has requests, or is being recorded already.
@@ -62,41 +100,46 @@ class Recorder:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | RecordFile,
         engine: Engine,
         about: Mapping[str, Any],
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
+        instance: int | None = None,
     ) -> None:
         if engine.has_work:
             raise ValueError("record: the engine has requests already; begin before the first is added")
         if engine.observer is not None:
             raise ValueError("record: this engine is being recorded already; close that record first")
-        self.path = Path(path)
         self._engine = engine
         self._manager = engine.manager
         self._decode = decode
         paged = self._manager if isinstance(self._manager, PagedManager) else None
         self._paged = paged
         self._width = engine.scheduler.table_width
+        self._size = self._manager.block_size
         self._keys: list[dict[int, bytes | None]] = [{} for _ in self._manager.pool_blocks]
-        self._tables: dict[int, tuple[np.ndarray, ...]] = {}
+        self._tables: dict[int, _Lists] = {}
         self._owners: dict[int, str] = {}  # sequence with a table → its request
         self._admitted: dict[str, int] = {}  # request id → preemptions when it was last seen to run
         self._preemptions = 0
         self._fed: dict[int, int] = {}  # of each row of the step before, the position behind what it fed
         self._gone: dict[str, int] = {}  # request id → its preemptions that were told
-        self._zero = engine.now  # times are seconds since the record began
-        self._file: IO[str] = _open(self.path, "w")
-        first = {
-            "frame": "run",
-            "version": VERSION,
-            **about,
-            "block_size": self._manager.block_size,
-            "pool_blocks": list(self._manager.pool_blocks),
-            "text": decode is not None,
-        }
-        self._write(first)
+        self._zero = engine.now if instance is None else 0.0  # times are seconds since the record began
+        self._tag = "" if instance is None else f',"i":{instance}'
+        self._own = not isinstance(path, RecordFile)
+        if isinstance(path, RecordFile):
+            self._file = path
+        else:
+            first = {
+                **about,
+                "block_size": self._size,
+                "pool_blocks": list(self._manager.pool_blocks),
+                "text": decode is not None,
+            }
+            self._file = RecordFile(path, first)
+        self.path = self._file.path
+        self._open = True
         self._changes = paged.watch() if paged is not None else None
         # Who came back from the host may hold blocks without having a row.
         swaps = engine.scheduler.config.preemption != "recompute"
@@ -107,8 +150,7 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         """A request was queued."""
-        frame: Frame = {
-            "frame": "add",
+        frame = {
             "id": request.request_id,
             "t": request.arrival - self._zero,
             "prompt": request.num_prompt_tokens,
@@ -117,43 +159,92 @@ class Recorder:
         }
         if self._decode is not None:
             frame["text"] = self._decode(request.prompt_token_ids)
-        self._write(frame)
+        self._file.frame("add", frame, self._tag)
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
-        frame: Frame = {
-            "frame": "step",
-            "n": plan.step,
-            "t": started_s - self._zero,
-            "s": ended_s - started_s,
-        }
-        rows = []
         before, now = self._fed, dict[int, int]()
-        admitted = self._admitted
+        rows: list[str] = []
+        admitted: list[str] = []
         gone: dict[str, str] = {}  # preempted since the frame before → how
-        for row in plan.rows:
-            seq, start, num_tokens, samples = row
+        grown: list[int] = []  # rows whose tables may have grown: those that begin, or fill a block
+        size, known = self._size, self._tables
+        for number, (seq, start, num_tokens, samples) in enumerate(plan.rows):
             seq_id = seq.seq_id
             now[seq_id] = start + num_tokens
             if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
+                if not start % size or seq_id not in known:
+                    grown.append(number)
                 continue
-            request = seq.request
-            name = request.request_id
-            if admitted.get(name) != request.num_preemptions:
-                again = name in admitted
-                if again and self._gone.get(name, 0) != request.num_preemptions:
-                    gone[name] = "recompute"  # in a step that failed, and came back at once
-                    self._gone[name] = request.num_preemptions
-                admitted[name] = request.num_preemptions
-                hit = start if again else request.num_cached_tokens
-                reason = "resumed" if again else str(request.miss_reason)
-                frame.setdefault("admitted", []).append([name, hit, request.matched_tokens, reason])
-            rows.append([seq_id, name, seq.index, start, num_tokens, len(samples)])
-        if rows:
-            frame["rows"] = rows
-        if before:
-            frame["paused"] = list(before)
+            grown.append(number)
+            name = _quoted(seq.request.request_id)
+            if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
+                admitted.append(self._admission(seq.request, name, start, gone))
+            rows.append(f"[{seq_id},{name},{seq.index},{start},{num_tokens},{len(samples)}]")
         self._fed = now
+        parts = [
+            f'{{"frame":"step"{self._tag},"n":{plan.step},"t":{started_s - self._zero!r},"s":{ended_s - started_s!r}'
+        ]
+        if admitted:
+            parts.append(f',"admitted":[{",".join(admitted)}]')
+        if rows:
+            parts.append(f',"rows":[{",".join(rows)}]')
+        if before:
+            parts.append(f',"paused":{list(before)}')
+        left = self._preempted(gone, parts)
+        if plan.copies:
+            parts.append(f',"copies":{_copies(plan)}')
+        if result.copy_s:
+            parts.append(f',"copy_s":{result.copy_s!r}')
+        if result.compile_s:
+            parts.append(f',"compile_s":{result.compile_s!r}')
+        blocks = self._blocks()
+        parts.append(blocks)
+        if blocks or self._paged is None:
+            left += self._table_changes(plan, grown, parts)
+        if left:
+            parts.append(f',"gone":{left}')
+        parts.append("}\n")
+        self._file.line("".join(parts))
+
+    def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
+        """Steps in which every running sequence got its next token, and nothing else happened."""
+        self._fed = {seq: end + count for seq, end in self._fed.items()}
+        self._file.line(
+            f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count},"t":{started_s - self._zero!r},'
+            f'"s":{ended_s - started_s!r}}}\n'
+        )
+
+    def ended(self, request: Request, output: RequestOutput, now: float) -> None:
+        """A request ended, in a step or between two."""
+        seqs = [seq.seq_id for seq in request.sequences]
+        self._forget([seq for seq in seqs if seq in self._tables])
+        self._admitted.pop(request.request_id, None)
+        self._gone.pop(request.request_id, None)
+        reason = str(output.outputs[0].finish_reason) if output.outputs else "abort"
+        ttft = "null" if output.ttft_s is None else repr(output.ttft_s)
+        self._file.line(
+            f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)},"t":{now - self._zero!r},'
+            f'"reason":{_quoted(reason)},"tokens":{[len(o.token_ids) for o in output.outputs]},"ttft_s":{ttft},'
+            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}{self._blocks()}}}\n'
+        )
+
+    # -------------------------------------------------------------------- parts
+
+    def _admission(self, request: Request, name: str, start: int, gone: dict[str, str]) -> str:
+        """How a request that has no row yet, or was preempted, got one."""
+        request_id, preemptions = request.request_id, request.num_preemptions
+        again = request_id in self._admitted
+        if again and self._gone.get(request_id, 0) != preemptions:
+            gone[request_id] = "recompute"  # in a step that failed, and came back at once
+            self._gone[request_id] = preemptions
+        self._admitted[request_id] = preemptions
+        hit = start if again else request.num_cached_tokens
+        reason = "resumed" if again else str(request.miss_reason)
+        return f"[{name},{hit},{request.matched_tokens},{_quoted(reason)}]"
+
+    def _preempted(self, gone: dict[str, str], parts: list[str]) -> list[int]:
+        """Tell who gave its blocks up; the sequences that hold none any more."""
         scheduler = self._engine.scheduler
         if scheduler.num_preemptions != self._preemptions:
             self._preemptions = scheduler.num_preemptions
@@ -161,131 +252,101 @@ class Recorder:
                 if self._gone.get(request.request_id, 0) != request.num_preemptions:
                     gone[request.request_id] = "swap" if request.swapped else "recompute"
                     self._gone[request.request_id] = request.num_preemptions
-        if gone:
-            frame["preempted"] = [[name, how] for name, how in gone.items()]
-            frame["gone"] = [seq for seq in self._tables if self._owners[seq] in gone]
-            self._forget(frame["gone"])
-        if plan.copies:
-            frame["copies"] = [
-                [batch.kind, batch.group, batch.src.tolist(), batch.dst.tolist()]
-                for batch in plan.copies.batches
-            ]
-        for name in ("copy_s", "compile_s"):
-            if value := getattr(result, name):
-                frame[name] = value
-        blocks = self._blocks()
-        if blocks:
-            frame["blocks"] = blocks
-        if blocks or self._paged is None:
-            self._table_changes(plan, frame)
-        self._write(frame)
-
-    def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
-        """Steps in which every running sequence got its next token, and nothing else happened."""
-        self._fed = {seq: end + count for seq, end in self._fed.items()}
-        self._write(
-            {
-                "frame": "quiet",
-                "n": first_step,
-                "count": count,
-                "t": started_s - self._zero,
-                "s": ended_s - started_s,
-            }
-        )
-
-    def ended(self, request: Request, output: RequestOutput, now: float) -> None:
-        """A request ended, in a step or between two."""
-        self._forget([seq for seq, owner in self._owners.items() if owner == request.request_id])
-        self._admitted.pop(request.request_id, None)
-        self._gone.pop(request.request_id, None)
-        frame: Frame = {
-            "frame": "end",
-            "id": request.request_id,
-            "t": now - self._zero,
-            "reason": str(output.outputs[0].finish_reason) if output.outputs else "abort",
-            "tokens": [len(o.token_ids) for o in output.outputs],
-            "ttft_s": output.ttft_s,
-            "cached": output.num_cached_tokens,
-            "copies": output.num_copies,
-            "seqs": [seq.seq_id for seq in request.sequences],
-        }
-        blocks = self._blocks()
-        if blocks:
-            frame["blocks"] = blocks
-        self._write(frame)
-
-    # -------------------------------------------------------------------- parts
-
-    def _blocks(self) -> list[list[Any]]:
-        if self._changes is None:
+        if not gone:
             return []
-        out: list[list[Any]] = []
+        parts.append(f',"preempted":{json.dumps(list(gone.items()))}')
+        seqs = [seq for seq in self._tables if self._owners[seq] in gone]
+        self._forget(seqs)
+        return seqs
+
+    def _blocks(self) -> str:
+        """What changed since the frame before, as the field of a frame; empty where nothing did."""
+        if self._changes is None:
+            return ""
+        out: list[str] = []
         for number, changed in enumerate(self._changes.take()):
             known = self._keys[number]
             for block, owners, key in changed:
                 if known.get(block) == key:
-                    out.append([number, block, owners])
+                    out.append(f"[{number},{block},{owners}]")
                 else:
                     known[block] = key
-                    out.append([number, block, owners, key.hex() if key is not None else None])
-        return out
+                    content = f'"{key.hex()}"' if key is not None else "null"
+                    out.append(f"[{number},{block},{owners},{content}]")
+        return f',"blocks":[{",".join(out)}]' if out else ""
 
-    def _table_changes(self, plan: StepPlan[Seq], frame: Frame) -> None:
-        """Tell tables that differ from what the record says.
+    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], parts: list[str]) -> list[int]:
+        """Tell tables that differ from what the record says; the sequences that hold none any more.
 
-        Where only rows have tables and booking leaves them alone, the plan's own serve; else the manager is asked.
+        Where only rows have tables and booking leaves them alone, those that may have grown are looked at; else all.
         """
-        known, owners = self._tables, self._owners
+        out: list[str] = []
+        left: list[int] = []
         if self._fresh or any(row.seq.request.sampling.num_sequences > 1 for row in plan.rows):
             running = self._engine.scheduler.running
             seqs = [seq for r in running for seq in (r.live if r.forked else r.live[:1])]
             tables = self._manager.tables([seq.seq_id for seq in seqs], self._width)
-            gone = sorted(known.keys() - {seq.seq_id for seq in seqs})
-            if gone:
-                frame.setdefault("gone", []).extend(gone)
-                self._forget(gone)
-            chosen: Iterable[int] = range(len(seqs))
+            left = sorted(self._tables.keys() - {seq.seq_id for seq in seqs})
+            self._forget(left)
+            for i, seq in enumerate(seqs):
+                self._differences(seq, tuple(_trimmed(table[i].tolist()) for table in tables), out)
         else:
-            seqs, tables = [row.seq for row in plan.rows], plan.tables
-            copied, size = bool(plan.copies), self._manager.block_size
-            chosen = [  # a table grows where a row begins or fills a block, and changes where blocks were copied
-                i
-                for i, row in enumerate(plan.rows)
-                if copied or row.num_tokens > 1 or row.start % size == 0 or row.seq.seq_id not in known
-            ]
-        out: list[list[Any]] = []
-        for i in chosen:
-            seq, new_rows = seqs[i].seq_id, tuple(table[i] for table in tables)
-            old_rows = known.get(seq)
-            for group, new in enumerate(new_rows):
-                out += _differences(seq, group, new, old_rows[group] if old_rows is not None else None)
-            known[seq] = new_rows
-            owners[seq] = seqs[i].request.request_id
+            live = self._changes.tables if self._changes is not None else None
+            for i in range(len(plan.rows)) if plan.copies else grown:
+                seq = plan.rows[i].seq
+                lists = live(seq.seq_id) if live is not None else None
+                if lists is None:  # it ended in this step: what the plan had
+                    lists = tuple(_trimmed(table[i].tolist()) for table in plan.tables)
+                self._differences(seq, lists, out)
         if out:
-            frame["tables"] = out
+            parts.append(f',"tables":[{",".join(out)}]')
+        return left
+
+    def _differences(self, seq: Seq, lists: _Lists, out: list[str]) -> None:
+        """Tell where a table differs from the one last told, and remember it."""
+        seq_id = seq.seq_id
+        old_lists = self._tables.get(seq_id)
+        if old_lists is None:
+            self._tables[seq_id] = tuple(new.copy() for new in lists)
+            self._owners[seq_id] = seq.request.request_id
+            out += [f"[{seq_id},{group},0,{new}]" for group, new in enumerate(lists)]
+            return
+        for group, (new, old) in enumerate(zip(lists, old_lists, strict=True)):
+            if new == old:
+                continue
+            first = 0
+            shorter = min(len(new), len(old))
+            if new[:shorter] == old[:shorter]:
+                first = shorter
+            else:
+                while new[first] == old[first]:
+                    first += 1
+            told = new[first:] + [0] * (len(old) - len(new))
+            out.append(f"[{seq_id},{group},{first},{told}]")
+            old[first:] = new[first:]
 
     def _forget(self, seqs: Iterable[int]) -> None:
         for seq in seqs:
             del self._tables[seq], self._owners[seq]
 
-    def _write(self, frame: Frame) -> None:
-        self._file.write(json.dumps(frame, separators=(",", ":"), allow_nan=False) + "\n")
-
     def close(self) -> None:
         """Write the closing frame and let the engine go on unrecorded; a second call changes nothing."""
-        if self._file.closed:
+        if not self._open:
             return
-        frame: Frame = {"frame": "close"}
+        self._open = False
+        parts = [f'{{"frame":"close"{self._tag}']
         if self._paged is not None:
-            frame["blocks"] = self._blocks()
+            parts.append(self._blocks())
             state = self._paged.snapshot()
-            frame["queue"] = [group["free_queue"] for group in state["groups"]]
-            frame["stats"] = asdict(state["stats"])
+            queue = [group["free_queue"] for group in state["groups"]]
+            stats = json.dumps(asdict(state["stats"]), separators=(",", ":"), allow_nan=False)
+            parts.append(f',"queue":{queue},"stats":{stats}')
         if self._changes is not None:
             self._changes.stop()
-        self._write(frame)
+        self._file.line("".join([*parts, "}\n"]))
         self._engine.observer = None
-        self._file.close()
+        if self._own:
+            self._file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -294,182 +355,14 @@ class Recorder:
         self.close()
 
 
-def _differences(seq: int, group: int, new: np.ndarray, old: np.ndarray | None) -> list[list[Any]]:
-    used = int(np.flatnonzero(new)[-1]) + 1 if new.any() else 0
-    if old is None:
-        return [[seq, group, 0, new[:used].tolist()]]
-    at = np.flatnonzero(new != old)
-    if not at.size:
-        return []
-    first, last = int(at[0]), int(at[-1]) + 1
-    return [[seq, group, first, new[first:last].tolist()]]
+def _trimmed(table: list[int]) -> list[int]:
+    """Without the padding at its end."""
+    end = len(table)
+    while end and not table[end - 1]:
+        end -= 1
+    return table[:end]
 
 
-def _open(path: Path, mode: str) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, mode + "t", encoding="utf-8", compresslevel=5)  # type: ignore[return-value]
-    return path.open(mode, encoding="utf-8")
-
-
-# ------------------------------------------------------------------------ reading
-
-
-class Record:
-    """The frames of a record, the `run` frame first; read anew each time one begins with them.
-
-    A last line that a kill cut is left out. Iterating raises `RecordError` where the file is no record, of another
-    version, or has a broken line that is not the last. A notebook shows what ran, the pool over the run's clock, and
-    whose first token took longest.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def __iter__(self) -> Iterator[Frame]:
-        return _frames(self.path)
-
-    def __repr__(self) -> str:
-        return f"Record({str(self.path)!r})"
-
-    def _repr_html_(self) -> str:
-        from pagedjax.report.facts import notebook
-
-        return notebook(self)
-
-
-def read_record(path: str | Path) -> Record:
-    """A record's frames, to iterate over; nothing is read before the first is asked for.
-
-    Raises, while iterating:
-        RecordError: No record, of another version, or a broken line that is not the last.
-        OSError: The file cannot be read.
-    """
-    return Record(path)
-
-
-def _frames(path: Path) -> Iterator[Frame]:
-    broken: tuple[int, str] | None = None
-    first = True
-    try:
-        with _open(path, "r") as file:
-            for number, line in enumerate(file, 1):
-                if broken is not None:
-                    break
-                try:
-                    frame = json.loads(line)
-                    if not isinstance(frame, dict) or not isinstance(frame.get("frame"), str):
-                        raise ValueError("no frame")
-                except ValueError as error:
-                    broken = (number, str(error))
-                    continue
-                if first:
-                    _check_first(path, frame)
-                    first = False
-                yield frame
-            else:
-                if first:
-                    raise RecordError(f"{path}: holds no frame; a record begins with a run frame")
-                return
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        if first:
-            raise RecordError(f"{path}: is no record ({error})") from None
-        return  # cut by a kill: what was whole has been told
-    assert broken is not None
-    raise RecordError(f"{path}:{broken[0]}: no frame of a record ({broken[1]}); was the file edited?")
-
-
-def _check_first(path: Path, frame: Frame) -> None:
-    if frame["frame"] != "run":
-        raise RecordError(
-            f"{path}:1: a record begins with a run frame, this is {frame['frame']!r}; give a record"
-        )
-    if frame.get("version") != VERSION:
-        raise RecordError(
-            f"{path}:1: version {frame.get('version')!r} of records; this pagedjax reads {VERSION}"
-        )
-    for name, kind in (("block_size", int), ("pool_blocks", list)):
-        if not isinstance(frame.get(name), kind):
-            raise RecordError(
-                f"{path}:1: {name}={frame.get(name)!r}: must be a {kind.__name__}; write the record anew"
-            )
-
-
-@dataclass
-class Replay:
-    """State of the blocks as the frames tell it.
-
-    Attributes:
-        ref: Per group, block → references, of those that have any.
-        keys: Per group, block → digest.
-        tables: Sequence → table per group.
-        queue: Per group, the order of the free queue; known after the closing frame.
-    """
-
-    ref: list[dict[int, int]] = field(default_factory=list)
-    keys: list[dict[int, bytes]] = field(default_factory=list)
-    tables: dict[int, list[list[int]]] = field(default_factory=dict)
-    queue: list[list[int]] | None = None
-    stats: CacheStats | None = None
-    pool_blocks: list[int] = field(default_factory=list)
-
-    def apply(self, frame: Frame) -> None:
-        """Take one frame, in order."""
-        kind = frame["frame"]
-        if kind == "run":
-            self.pool_blocks = list(frame["pool_blocks"])
-            self.ref = [{} for _ in self.pool_blocks]
-            self.keys = [{} for _ in self.pool_blocks]
-            return
-        for group, block, owners, *content in frame.get("blocks", ()):
-            _set(self.ref[group], block, owners)
-            if content:
-                _set(self.keys[group], block, bytes.fromhex(content[0]) if content[0] else None)
-        for seq in frame.get("gone", ()):
-            self.tables.pop(seq, None)
-        for seq, group, position, blocks in frame.get("tables", ()):
-            table = self.tables.setdefault(seq, [[] for _ in self.pool_blocks])[group]
-            table += [0] * (position + len(blocks) - len(table))
-            table[position : position + len(blocks)] = blocks
-            while table and not table[-1]:
-                table.pop()
-        if kind == "end":
-            for seq in frame["seqs"]:
-                self.tables.pop(seq, None)
-        elif kind == "close" and "queue" in frame:
-            self.queue = frame["queue"]
-            self.stats = CacheStats(**frame["stats"])
-
-    def snapshot(self) -> dict[str, Any]:
-        """As `PagedManager.snapshot`; without queue and counters where no closing frame was read."""
-        groups = []
-        for number, usable in enumerate(self.pool_blocks):
-            ref, keys = self.ref[number], self.keys[number]
-            evictable = sum(block not in ref for block in keys)
-            group: dict[str, Any] = {
-                "num_blank": usable - 1 - len(ref.keys() | keys.keys()),
-                "num_evictable": evictable,
-                "ref": dict(sorted(ref.items())),
-                "keys": dict(sorted(keys.items())),
-            }
-            if self.queue is not None:
-                group["free_queue"] = self.queue[number]
-            groups.append(group)
-        state: dict[str, Any] = {"groups": groups, "tables": self.tables}
-        if self.stats is not None:
-            state["stats"] = self.stats
-        return state
-
-
-def _set(mapping: dict[int, Any], block: int, value: Any) -> None:
-    if value:
-        mapping[block] = value
-    else:
-        mapping.pop(block, None)
-
-
-def replay(frames: Iterable[Frame]) -> Replay:
-    """The state after all frames."""
-    state = Replay()
-    for frame in frames:
-        state.apply(frame)
-    return state
+def _copies(plan: StepPlan[Seq]) -> str:
+    batches = [[b.kind, b.group, b.src.tolist(), b.dst.tolist()] for b in plan.copies.batches]
+    return json.dumps(batches, separators=(",", ":"))

@@ -114,6 +114,33 @@ class Advice:
         most = max(size.found for size in self.sizes)
         return max((s for s in self.sizes if s.found >= 0.95 * most), key=lambda size: size.block_size)
 
+    @property
+    def size_sentence(self) -> str:
+        """Which block size to take, and why."""
+        best = self.best_size
+        if not best.found:
+            return "No prompt begins like an earlier one for a whole block: a prefix cache finds nothing here."
+        return (
+            f"Take blocks of {best.block_size}: the largest that find 95 % of what the best size finds "
+            f"({share(best.found, best.looked_up)} of all tokens)."
+        )
+
+    @property
+    def pool_sentences(self) -> list[str]:
+        """How many blocks LRU needs for shares of what can be found; none where nothing can."""
+        if not self.unlimited_tokens:
+            return []
+        return [
+            f"{pool.share:.0%} of that takes {pool.blocks:,} blocks of {self.block_size} under LRU "
+            f"({pool.blocks * self.block_size:,} tokens of KV), beside {self.distinct:,} different ones."
+            for pool in self.pools
+        ]
+
+
+def share(part: float, whole: float) -> str:
+    """A part in percent, as sentences say it; 0.0% of nothing."""
+    return f"{part / whole:.1%}" if whole else "0.0%"
+
 
 def advise(
     trace: Trace,

@@ -147,6 +147,15 @@ class Divergence:
     saved_now: int
     saved_if_moved: int
 
+    def sentence(self, unit: str, tokens: int) -> str:
+        """What moving the fields would save, of so many tokens in all."""
+        many = "this field" if len(self.fields) == 1 else f"these {len(self.fields)} fields"
+        gain = self.saved_if_moved - self.saved_now
+        return (
+            f"Move {many} of {self.count:,} prompts to the end: they would share {self.saved_if_moved:,} {unit} "
+            f"instead of {self.saved_now:,}, {gain / max(tokens, 1):.1%} of all."
+        )
+
 
 @dataclass(frozen=True)
 class Checkup:

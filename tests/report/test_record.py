@@ -70,8 +70,8 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
     states = {}  # frames written so far → what the manager knew then
     with Recorder(path, engine, {"kind": "simulated"}) as recorder:
         written = []
-        write = recorder._write
-        recorder._write = lambda frame: (written.append(frame["frame"]), write(frame))
+        write = recorder._file._put
+        recorder._file._put = lambda line: (written.append(line), write(line))
         for _ in range(60):
             if rng.random() < 0.7:
                 prompt = [1 + i // 6 for i in range(rng.randint(1, 24))] + [rng.randint(0, 2)] * rng.randint(

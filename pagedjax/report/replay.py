@@ -1,0 +1,192 @@
+"""Records read back: their frames, and the state of the blocks that these tell when they are replayed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pagedjax.cache.stats import CacheStats
+
+VERSION = 1
+Frame = dict[str, Any]
+
+
+class RecordError(ValueError):
+    """A record cannot be read; the message names file, line and rule."""
+
+
+def open_text(path: Path, mode: str) -> IO[str]:
+    """A text file, gzip where its name ends in .gz; fast rather than small, as records are written while runs go."""
+    if path.suffix == ".gz":
+        return gzip.open(path, mode + "t", encoding="utf-8", compresslevel=1)  # type: ignore[return-value]
+    return path.open(mode, encoding="utf-8")
+
+
+class Record:
+    """The frames of a record, the `run` frame first; read anew each time one begins with them.
+
+    A last line that a kill cut is left out. Iterating raises `RecordError` where the file is no record, of another
+    version, or has a broken line that is not the last. A notebook shows what ran, the pool over the run's clock, and
+    whose first token took longest.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __iter__(self) -> Iterator[Frame]:
+        return _frames(self.path)
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        from pagedjax.report.facts import notebook
+
+        return notebook(self)
+
+
+def read_record(path: str | Path) -> Record:
+    """A record's frames, to iterate over; nothing is read before the first is asked for.
+
+    Raises, while iterating:
+        RecordError: No record, of another version, or a broken line that is not the last.
+        OSError: The file cannot be read.
+    """
+    return Record(path)
+
+
+def _frames(path: Path) -> Iterator[Frame]:
+    with open_text(path, "r") as file:
+        yield from read_frames(file, path)
+
+
+def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
+    """As `read_record`, of lines; `path` is what messages call them."""
+    broken: tuple[int, str] | None = None
+    first = True
+    try:
+        for number, line in enumerate(lines, 1):
+            if broken is not None:
+                break
+            try:
+                frame = json.loads(line)
+                if not isinstance(frame, dict) or not isinstance(frame.get("frame"), str):
+                    raise ValueError("no frame")
+            except ValueError as error:
+                broken = (number, str(error))
+                continue
+            if first:
+                _check_first(path, frame)
+                first = False
+            yield frame
+        else:
+            if first:
+                raise RecordError(f"{path}: holds no frame; a record begins with a run frame")
+            return
+    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        if first:
+            raise RecordError(f"{path}: is no record ({error})") from None
+        return  # cut by a kill: what was whole has been told
+    assert broken is not None
+    raise RecordError(f"{path}:{broken[0]}: no frame of a record ({broken[1]}); was the file edited?")
+
+
+def _check_first(path: str | Path, frame: Frame) -> None:
+    if frame["frame"] != "run":
+        raise RecordError(
+            f"{path}:1: a record begins with a run frame, this is {frame['frame']!r}; give a record"
+        )
+    if frame.get("version") != VERSION:
+        raise RecordError(
+            f"{path}:1: version {frame.get('version')!r} of records; this pagedjax reads {VERSION}"
+        )
+    for name, kind in (("block_size", int), ("pool_blocks", list)):
+        if not isinstance(frame.get(name), kind):
+            raise RecordError(
+                f"{path}:1: {name}={frame.get(name)!r}: must be a {kind.__name__}; write the record anew"
+            )
+
+
+@dataclass
+class Replay:
+    """State of the blocks as the frames tell it.
+
+    Attributes:
+        ref: Per group, block → references, of those that have any.
+        keys: Per group, block → digest.
+        tables: Sequence → table per group.
+        queue: Per group, the order of the free queue; known after the closing frame.
+    """
+
+    ref: list[dict[int, int]] = field(default_factory=list)
+    keys: list[dict[int, bytes]] = field(default_factory=list)
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
+    queue: list[list[int]] | None = None
+    stats: CacheStats | None = None
+    pool_blocks: list[int] = field(default_factory=list)
+
+    def apply(self, frame: Frame) -> None:
+        """Take one frame, in order."""
+        kind = frame["frame"]
+        if kind == "run":
+            self.pool_blocks = list(frame["pool_blocks"])
+            self.ref = [{} for _ in self.pool_blocks]
+            self.keys = [{} for _ in self.pool_blocks]
+            return
+        for group, block, owners, *content in frame.get("blocks", ()):
+            _set(self.ref[group], block, owners)
+            if content:
+                _set(self.keys[group], block, bytes.fromhex(content[0]) if content[0] else None)
+        for seq in frame.get("gone", ()):
+            self.tables.pop(seq, None)
+        for seq, group, position, blocks in frame.get("tables", ()):
+            table = self.tables.setdefault(seq, [[] for _ in self.pool_blocks])[group]
+            table += [0] * (position + len(blocks) - len(table))
+            table[position : position + len(blocks)] = blocks
+            while table and not table[-1]:
+                table.pop()
+        if kind == "end":
+            for seq in frame["seqs"]:
+                self.tables.pop(seq, None)
+        elif kind == "close" and "queue" in frame:
+            self.queue = frame["queue"]
+            self.stats = CacheStats(**frame["stats"])
+
+    def snapshot(self) -> dict[str, Any]:
+        """As `PagedManager.snapshot`; without queue and counters where no closing frame was read."""
+        groups = []
+        for number, usable in enumerate(self.pool_blocks):
+            ref, keys = self.ref[number], self.keys[number]
+            evictable = sum(block not in ref for block in keys)
+            group: dict[str, Any] = {
+                "num_blank": usable - 1 - len(ref.keys() | keys.keys()),
+                "num_evictable": evictable,
+                "ref": dict(sorted(ref.items())),
+                "keys": dict(sorted(keys.items())),
+            }
+            if self.queue is not None:
+                group["free_queue"] = self.queue[number]
+            groups.append(group)
+        state: dict[str, Any] = {"groups": groups, "tables": self.tables}
+        if self.stats is not None:
+            state["stats"] = self.stats
+        return state
+
+
+def _set(mapping: dict[int, Any], block: int, value: Any) -> None:
+    if value:
+        mapping[block] = value
+    else:
+        mapping.pop(block, None)
+
+
+def replay(frames: Iterable[Frame]) -> Replay:
+    """The state after all frames."""
+    state = Replay()
+    for frame in frames:
+        state.apply(frame)
+    return state

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pagedjax.cache.groups import Group
 from pagedjax.cache.sequence import SeqState
 
+# Of each group in which something changed: its number, the blocks that did, references and digest of each. Columns
+# rather than a tuple for each block: what a recorder holds for a while stays out of the collector's way.
+Changed = list[tuple[int, list[int], list[int], list[bytes | None]]]
+
 
 class Changes:
     """While it lives, the pools list each block whose owners or content change.
@@ -27,17 +31,14 @@ class Changes:
         for pool in self._pools:
             pool.changed = set()
 
-    def take(self) -> list[list[tuple[int, int, bytes | None]]]:
-        """Per group (block, references, digest) of what changed since the last call."""
-        out: list[list[tuple[int, int, bytes | None]]] = []
-        for pool in self._pools:
-            changed = pool.changed
-            if not changed:
-                out.append([])
-                continue
-            ref, keys = pool.ref, pool.keys
-            out.append([(b, ref[b], keys[b]) for b in sorted(changed)])
-            changed.clear()
+    def take(self) -> Changed:
+        """What changed since the last call, in no order."""
+        out: Changed = []
+        for number, pool in enumerate(self._pools):
+            if changed := pool.changed:
+                ref, keys = pool.ref, pool.keys
+                out.append((number, [*changed], [ref[b] for b in changed], [keys[b] for b in changed]))
+                changed.clear()
         return out
 
     def tables(self, seq: int) -> tuple[list[int], ...] | None:

@@ -100,6 +100,16 @@ def in_place(common: Common) -> None:
     _show(common, {"in-place": bench.run(note=common.note)})
 
 
+@command.command("record")
+@click.option("--rounds", type=_COUNT, default=7, show_default=True, help="Pairs of runs; the median counts.")
+@common_options(settings=(), cache_dir=False)
+def record(common: Common, rounds: int) -> None:
+    """What `--record` costs: a simulation and a tiny model with and without a record, in turn."""
+    from pagedjax.bench import record as bench
+
+    _show(common, {"record": bench.run(rounds=rounds, note=common.note)})
+
+
 @command.command("cache")
 @click.option("--large", is_flag=True, help="Also a pool of 1,000,000 blocks (about half a minute).")
 @common_options(settings=("cache.index", "cache.policy", "cache.block_size"), cache_dir=False)

@@ -30,10 +30,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from json.encoder import encode_basestring_ascii as _quoted  # type: ignore[attr-defined]
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import PagedManager
+from pagedjax.cache.changes import Changed
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.request import Request, RequestOutput
 from pagedjax.engine.request import Sequence as Seq
@@ -43,6 +45,9 @@ from pagedjax.report.replay import VERSION, RecordError, Replay, open_text, read
 __all__ = ["RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
+_Told = tuple[int, int, int, list[int]]  # sequence, group, position, blocks from there on
+_MOST_HELD = 32  # frames that a kill may cost
+_FIRST = itemgetter(0)
 
 
 class RecordFile:
@@ -59,17 +64,13 @@ class RecordFile:
     def __init__(self, path: str | Path, first: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self._file = open_text(self.path, "w")
-        self._put = self._file.write
+        self.line = self._file.write  # writes a frame that is JSON already, with its end of line
         self.frame("run", {"version": VERSION, **first})
 
     def frame(self, kind: str, values: Mapping[str, Any], tag: str = "") -> None:
         """Write a frame of a kind that is rare."""
         rest = json.dumps(values, separators=(",", ":"), allow_nan=False)[1:]
-        self._put(f'{{"frame":"{kind}"{tag}{"," if rest != "}" else ""}{rest}\n')
-
-    def line(self, text: str) -> None:
-        """Write a frame that is JSON already, with its end of line."""
-        self._put(text)
+        self.line(f'{{"frame":"{kind}"{tag}{"," if rest != "}" else ""}{rest}\n')
 
     @property
     def closed(self) -> bool:
@@ -112,19 +113,25 @@ class Recorder:
         if engine.observer is not None:
             raise ValueError("record: this engine is being recorded already; close that record first")
         self._engine = engine
+        self._scheduler = engine.scheduler
         self._manager = engine.manager
         self._decode = decode
         paged = self._manager if isinstance(self._manager, PagedManager) else None
         self._paged = paged
         self._width = engine.scheduler.table_width
         self._size = self._manager.block_size
-        self._keys: list[dict[int, bytes | None]] = [{} for _ in self._manager.pool_blocks]
+        self._keys: list[list[bytes | None]] = [[None] * count for count in self._manager.pool_blocks]
         self._tables: dict[int, _Lists] = {}
         self._owners: dict[int, str] = {}  # sequence with a table → its request
         self._admitted: dict[str, int] = {}  # request id → preemptions when it was last seen to run
         self._preemptions = 0
-        self._fed: dict[int, int] = {}  # of each row of the step before, the position behind what it fed
+        # Of each row of the step before, its sequence, and the position behind what it fed.
+        self._seqs: tuple[Seq, ...] = ()
+        self._ends: tuple[int, ...] = ()
+        self._held: list[Any] = []  # frames that are not text yet
+        self._lost: dict[str, str] = {}  # preempted since the frame before → how
         self._gone: dict[str, int] = {}  # request id → its preemptions that were told
+        self._branched = 0  # requests of several samples or beams that have not ended
         self._zero = engine.now if instance is None else 0.0  # times are seconds since the record began
         self._tag = "" if instance is None else f',"i":{instance}'
         self._own = not isinstance(path, RecordFile)
@@ -150,70 +157,81 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         """A request was queued."""
-        frame = {
-            "id": request.request_id,
-            "t": request.arrival - self._zero,
-            "prompt": request.num_prompt_tokens,
-            "max_new": request.sampling.max_tokens,
-            "n": request.sampling.num_sequences,
-        }
-        if self._decode is not None:
-            frame["text"] = self._decode(request.prompt_token_ids)
-        self._file.frame("add", frame, self._tag)
+        many = request.sampling.num_sequences
+        self._branched += many > 1
+        text = "" if self._decode is None else f',"text":{_quoted(self._decode(request.prompt_token_ids))}'
+        self._held.append(
+            f'{{"frame":"add"{self._tag},"id":{_quoted(request.request_id)},"t":{request.arrival - self._zero!r},'
+            f'"prompt":{request.num_prompt_tokens},"max_new":{request.sampling.max_tokens},"n":{many}{text}}}\n'
+        )
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
-        before, now = self._fed, dict[int, int]()
-        rows: list[str] = []
-        admitted: list[str] = []
-        gone: dict[str, str] = {}  # preempted since the frame before → how
-        grown: list[int] = []  # rows whose tables may have grown: those that begin, or fill a block
-        size, known = self._size, self._tables
-        for number, (seq, start, num_tokens, samples) in enumerate(plan.rows):
-            seq_id = seq.seq_id
-            now[seq_id] = start + num_tokens
-            if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
-                if not start % size or seq_id not in known:
-                    grown.append(number)
-                continue
-            grown.append(number)
-            name = _quoted(seq.request.request_id)
-            if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
-                admitted.append(self._admission(seq.request, name, start, gone))
-            rows.append(f"[{seq_id},{name},{seq.index},{start},{num_tokens},{len(samples)}]")
-        self._fed = now
-        parts = [
-            f'{{"frame":"step"{self._tag},"n":{plan.step},"t":{started_s - self._zero!r},"s":{ended_s - started_s!r}'
-        ]
-        if admitted:
-            parts.append(f',"admitted":[{",".join(admitted)}]')
-        if rows:
-            parts.append(f',"rows":[{",".join(rows)}]')
-        if before:
-            parts.append(f',"paused":{list(before)}')
-        left = self._preempted(gone, parts)
+        parts: list[str] = []
+        seqs, starts, counts, samples = zip(*plan.rows) if plan.rows else ((), (), (), ())
+        # Rows that only go on, as in most steps, are compared as a whole.
+        if (
+            seqs == self._seqs
+            and starts == self._ends
+            and sum(counts) == len(seqs) == sum(map(len, samples))
+            and not self._branched
+        ):
+            size = self._size
+            grown = [i for i, start in enumerate(starts) if not start % size]
+            self._ends = tuple([start + 1 for start in starts])
+        else:
+            grown = self._rows(plan, parts)
+            self._seqs = seqs
+            self._ends = tuple([start + count for start, count in zip(starts, counts)])
+        left: list[int] = []
+        if self._lost or self._scheduler.num_preemptions != self._preemptions:
+            left = self._preempted(parts)
         if plan.copies:
             parts.append(f',"copies":{_copies(plan)}')
         if result.copy_s:
             parts.append(f',"copy_s":{result.copy_s!r}')
         if result.compile_s:
             parts.append(f',"compile_s":{result.compile_s!r}')
-        blocks = self._blocks()
-        parts.append(blocks)
+        blocks = self._changes.take() if self._changes is not None else []
+        tables: list[_Told] = []
         if blocks or self._paged is None:
-            left += self._table_changes(plan, grown, parts)
+            left += self._table_changes(plan, grown, tables)
         if left:
             parts.append(f',"gone":{left}')
-        parts.append("}\n")
-        self._file.line("".join(parts))
+        held = self._held
+        held.append((plan.step, started_s, ended_s, parts, blocks, tables))
+        if len(held) >= _MOST_HELD:
+            self.flush()
+
+    def _rows(self, plan: StepPlan[Seq], parts: list[str]) -> list[int]:
+        """Tell rows that do more than go on, who is admitted, who paused; the rows whose tables may have grown."""
+        before = {seq.seq_id: end for seq, end in zip(self._seqs, self._ends)}
+        rows: list[str] = []
+        admitted: list[str] = []
+        grown: list[int] = []  # rows that begin, or fill a block
+        for number, (seq, start, num_tokens, samples) in enumerate(plan.rows):
+            seq_id = seq.seq_id
+            if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
+                if not start % self._size or seq_id not in self._tables:
+                    grown.append(number)
+                continue
+            grown.append(number)
+            name = _quoted(seq.request.request_id)
+            if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
+                admitted.append(self._admission(seq.request, name, start))
+            rows.append(f"[{seq_id},{name},{seq.index},{start},{num_tokens},{len(samples)}]")
+        if admitted:
+            parts.append(f',"admitted":[{",".join(admitted)}]')
+        if rows:
+            parts.append(f',"rows":[{",".join(rows)}]')
+        if before:
+            parts.append(f',"paused":{list(before)}')
+        return grown
 
     def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
         """Steps in which every running sequence got its next token, and nothing else happened."""
-        self._fed = {seq: end + count for seq, end in self._fed.items()}
-        self._file.line(
-            f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count},"t":{started_s - self._zero!r},'
-            f'"s":{ended_s - started_s!r}}}\n'
-        )
+        self._ends = tuple([end + count for end in self._ends])
+        self._held.append((first_step, count, started_s, ended_s))
 
     def ended(self, request: Request, output: RequestOutput, now: float) -> None:
         """A request ended, in a step or between two."""
@@ -221,31 +239,60 @@ class Recorder:
         self._forget([seq for seq in seqs if seq in self._tables])
         self._admitted.pop(request.request_id, None)
         self._gone.pop(request.request_id, None)
+        self._branched -= request.sampling.num_sequences > 1
         reason = str(output.outputs[0].finish_reason) if output.outputs else "abort"
         ttft = "null" if output.ttft_s is None else repr(output.ttft_s)
-        self._file.line(
+        text = (
             f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)},"t":{now - self._zero!r},'
             f'"reason":{_quoted(reason)},"tokens":{[len(o.token_ids) for o in output.outputs]},"ttft_s":{ttft},'
-            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}{self._blocks()}}}\n'
+            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}'
         )
+        self._held.append((text, self._changes.take() if self._changes is not None else []))
+
+    def flush(self) -> None:
+        """Write the frames that were only noted: they become text together, which is sooner than one by one."""
+        out: list[str] = []
+        tag, zero = self._tag, self._zero
+        for item in self._held:
+            if isinstance(item, str):
+                out.append(item)
+            elif len(item) == 6:
+                step, started, ended, parts, blocks, tables = item
+                out.append(f'{{"frame":"step"{tag},"n":{step},"t":{started - zero!r},"s":{ended - started!r}')
+                out += parts
+                out.append(self._blocks(blocks))
+                if tables:
+                    told = [f"[{seq},{group},{at},{new}]" for seq, group, at, new in tables]
+                    out.append(f',"tables":[{",".join(told)}]')
+                out.append("}\n")
+            elif len(item) == 4:
+                first, count, started, ended = item
+                out.append(
+                    f'{{"frame":"quiet"{tag},"n":{first},"count":{count},"t":{started - zero!r},'
+                    f'"s":{ended - started!r}}}\n'
+                )
+            else:
+                out += (item[0], self._blocks(item[1]), "}\n")
+        self._held.clear()
+        self._file.line("".join(out))
 
     # -------------------------------------------------------------------- parts
 
-    def _admission(self, request: Request, name: str, start: int, gone: dict[str, str]) -> str:
+    def _admission(self, request: Request, name: str, start: int) -> str:
         """How a request that has no row yet, or was preempted, got one."""
         request_id, preemptions = request.request_id, request.num_preemptions
         again = request_id in self._admitted
         if again and self._gone.get(request_id, 0) != preemptions:
-            gone[request_id] = "recompute"  # in a step that failed, and came back at once
+            self._lost[request_id] = "recompute"  # in a step that failed, and came back at once
             self._gone[request_id] = preemptions
         self._admitted[request_id] = preemptions
         hit = start if again else request.num_cached_tokens
         reason = "resumed" if again else str(request.miss_reason)
         return f"[{name},{hit},{request.matched_tokens},{_quoted(reason)}]"
 
-    def _preempted(self, gone: dict[str, str], parts: list[str]) -> list[int]:
+    def _preempted(self, parts: list[str]) -> list[int]:
         """Tell who gave its blocks up; the sequences that hold none any more."""
-        scheduler = self._engine.scheduler
+        scheduler, gone = self._scheduler, self._lost
         if scheduler.num_preemptions != self._preemptions:
             self._preemptions = scheduler.num_preemptions
             for request in scheduler.waiting:
@@ -255,34 +302,32 @@ class Recorder:
         if not gone:
             return []
         parts.append(f',"preempted":{json.dumps(list(gone.items()))}')
+        self._lost = {}
         seqs = [seq for seq in self._tables if self._owners[seq] in gone]
         self._forget(seqs)
         return seqs
 
-    def _blocks(self) -> str:
+    def _blocks(self, changed: Changed) -> str:
         """What changed since the frame before, as the field of a frame; empty where nothing did."""
-        if self._changes is None:
-            return ""
         out: list[str] = []
-        for number, changed in enumerate(self._changes.take()):
+        for number, *columns in changed:
             known = self._keys[number]
-            for block, owners, key in changed:
-                if known.get(block) == key:
+            for block, owners, key in sorted(zip(*columns), key=_FIRST):
+                if known[block] is key or known[block] == key:
                     out.append(f"[{number},{block},{owners}]")
                 else:
                     known[block] = key
-                    content = f'"{key.hex()}"' if key is not None else "null"
+                    content = "null" if key is None else f'"{key.hex()}"'
                     out.append(f"[{number},{block},{owners},{content}]")
         return f',"blocks":[{",".join(out)}]' if out else ""
 
-    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], parts: list[str]) -> list[int]:
+    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], out: list[_Told]) -> list[int]:
         """Tell tables that differ from what the record says; the sequences that hold none any more.
 
         Where only rows have tables and booking leaves them alone, those that may have grown are looked at; else all.
         """
-        out: list[str] = []
         left: list[int] = []
-        if self._fresh or any(row.seq.request.sampling.num_sequences > 1 for row in plan.rows):
+        if self._fresh or self._branched:
             running = self._engine.scheduler.running
             seqs = [seq for r in running for seq in (r.live if r.forked else r.live[:1])]
             tables = self._manager.tables([seq.seq_id for seq in seqs], self._width)
@@ -295,34 +340,35 @@ class Recorder:
             for i in range(len(plan.rows)) if plan.copies else grown:
                 seq = plan.rows[i].seq
                 lists = live(seq.seq_id) if live is not None else None
+                old_lists = self._tables.get(seq.seq_id)
+                if lists is not None and old_lists is not None and not plan.copies:
+                    for group, (new, old) in enumerate(zip(lists, old_lists)):
+                        if len(new) > (first := len(old)):
+                            told = new[first:]
+                            old += told
+                            out.append((seq.seq_id, group, first, told))
+                    continue
                 if lists is None:  # it ended in this step: what the plan had
                     lists = tuple(_trimmed(table[i].tolist()) for table in plan.tables)
                 self._differences(seq, lists, out)
-        if out:
-            parts.append(f',"tables":[{",".join(out)}]')
         return left
 
-    def _differences(self, seq: Seq, lists: _Lists, out: list[str]) -> None:
+    def _differences(self, seq: Seq, lists: _Lists, out: list[_Told]) -> None:
         """Tell where a table differs from the one last told, and remember it."""
         seq_id = seq.seq_id
         old_lists = self._tables.get(seq_id)
         if old_lists is None:
             self._tables[seq_id] = tuple(new.copy() for new in lists)
             self._owners[seq_id] = seq.request.request_id
-            out += [f"[{seq_id},{group},0,{new}]" for group, new in enumerate(lists)]
+            out += [(seq_id, group, 0, new.copy()) for group, new in enumerate(lists)]
             return
         for group, (new, old) in enumerate(zip(lists, old_lists, strict=True)):
             if new == old:
                 continue
-            first = 0
             shorter = min(len(new), len(old))
-            if new[:shorter] == old[:shorter]:
-                first = shorter
-            else:
-                while new[first] == old[first]:
-                    first += 1
+            first = next((i for i in range(shorter) if new[i] != old[i]), shorter)
             told = new[first:] + [0] * (len(old) - len(new))
-            out.append(f"[{seq_id},{group},{first},{told}]")
+            out.append((seq_id, group, first, told))
             old[first:] = new[first:]
 
     def _forget(self, seqs: Iterable[int]) -> None:
@@ -334,9 +380,10 @@ class Recorder:
         if not self._open:
             return
         self._open = False
+        self.flush()
         parts = [f'{{"frame":"close"{self._tag}']
-        if self._paged is not None:
-            parts.append(self._blocks())
+        if self._paged is not None and self._changes is not None:
+            parts.append(self._blocks(self._changes.take()))
             state = self._paged.snapshot()
             queue = [group["free_queue"] for group in state["groups"]]
             stats = json.dumps(asdict(state["stats"]), separators=(",", ":"), allow_nan=False)

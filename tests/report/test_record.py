@@ -70,8 +70,8 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
     states = {}  # frames written so far → what the manager knew then
     with Recorder(path, engine, {"kind": "simulated"}) as recorder:
         written = []
-        write = recorder._file._put
-        recorder._file._put = lambda line: (written.append(line), write(line))
+        write = recorder._file.line
+        recorder._file.line = lambda text: (written.extend(text.splitlines()), write(text))
         for _ in range(60):
             if rng.random() < 0.7:
                 prompt = [1 + i // 6 for i in range(rng.randint(1, 24))] + [rng.randint(0, 2)] * rng.randint(
@@ -82,6 +82,7 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
             if rng.random() < 0.05 and engine._requests:
                 engine.abort(rng.choice(list(engine._requests)))
             engine.step()
+            recorder.flush()
             states[1 + len(written)] = _state(engine.manager)
         while engine.has_work:
             engine.step()
@@ -102,6 +103,23 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
             )
             checked += 1
     assert checked > 30
+
+
+def test_frames_that_wait_to_be_written_are_those_written_at_once(tmp_path):
+    """What is noted of a step must not move on with the live tables until it is written."""
+    lines = []
+    for often in (True, False):
+        engine = _engine(num_blocks=40)
+        with Recorder(tmp_path / "r", engine, {"kind": "simulated"}) as recorder:
+            for length in (9, 14, 3):
+                engine.add([1] * length, SamplingParams(max_tokens=12, ignore_eos=True, n=1 + length // 14))
+            while engine.has_work:
+                engine.step()
+                if often:
+                    recorder.flush()
+        times = ("t", "s", "ttft_s")
+        lines.append([{k: v for k, v in f.items() if k not in times} for f in read_record(tmp_path / "r")])
+    assert lines[0] == lines[1] and sum("tables" in frame for frame in lines[0]) > 4
 
 
 def test_a_step_that_fails_and_an_abort_leave_a_true_record(tmp_path):

@@ -1,0 +1,115 @@
+"""What recording costs: the same run with and without a record, in turn, of a simulation and of a tiny model."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedjax.cache import PagedManager
+from pagedjax.config import SchedulerConfig
+from pagedjax.engine import Engine
+from pagedjax.engine.request import SamplingParams
+from pagedjax.models.family_configs import read_shape
+from pagedjax.report.record import Recorder
+from pagedjax.sim.cost import CostModel, HardwareSpec
+from pagedjax.sim.simulator import simulate
+from pagedjax.sim.synth import chat
+
+Row = dict[str, Any]
+Note = Callable[[str], None]
+
+
+def run(*, rounds: int = 7, sessions: int = 60, note: Note = lambda _: None) -> list[Row]:
+    """Run twice a round, once with a record; which comes first alternates.
+
+    Args:
+        rounds: Pairs of runs; the median of their ratios is kept.
+        sessions: Chats of the simulated run, four turns each.
+        note: Told what is being done.
+
+    Returns:
+        One row per run and kind of file: seconds without (CPU seconds of the simulation, seconds on the clock of the
+        model), ratio with to without, steps, frames, bytes a step.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        simulated = partial(_simulated, sessions)
+        for name in ("run.jsonl", "run.jsonl.gz"):
+            note(f"simulation, {name}")
+            rows.append(_row("simulated", Path(folder, name), simulated, rounds))
+        note("tiny model")
+        engine = _tiny_engine()
+        rows.append(_row("tiny model, 8 rows", Path(folder, "run.jsonl"), partial(_decoded, engine), rounds))
+    return rows
+
+
+def _row(what: str, path: Path, once: Callable[[Path | None], tuple[float, int]], rounds: int) -> Row:
+    once(None)  # what is compiled or cached the first time is no part of it
+    once(path)
+    ratios, least, steps = [], float("inf"), 0
+    for number in range(rounds):
+        seconds = {}
+        for target in (None, path) if number % 2 else (path, None):
+            gc.collect()
+            seconds[target], steps = once(target)
+        ratios.append(seconds[path] / seconds[None])
+        least = min(least, seconds[None])
+    lines = path.read_bytes().count(b"\n") if path.suffix != ".gz" else None
+    return {
+        "run": what,
+        "file": "gzip" if path.suffix == ".gz" else "plain",
+        "steps": steps,
+        "frames": lines,
+        "without_s": least,
+        "ratio": statistics.median(ratios),
+        "least_ratio": min(ratios),
+        "most_ratio": max(ratios),
+        "bytes_per_step": path.stat().st_size / steps,
+    }
+
+
+def _simulated(sessions: int, path: Path | None) -> tuple[float, int]:
+    """CPU seconds and steps of chats on a simulated A100, up to 48 at once."""
+    trace = chat(sessions, turns=4, system_tokens=200, user_tokens=60, output_tokens=120, seed=1, pause_s=1.0)
+    cost = CostModel(HardwareSpec.read("a100-40gb"), read_shape("opt-13b"), 16)
+    manager = PagedManager(num_blocks=2000, block_size=16)
+    limits = SchedulerConfig(max_num_seqs=48, token_budget=2048)
+    observe = None if path is None else partial(Recorder, path, about={"kind": "simulated"})
+    started = time.process_time()
+    result = simulate(trace, manager, cost, limits, max_model_len=4096, observe=observe)
+    return time.process_time() - started, result.num_steps
+
+
+def _tiny_engine() -> Engine:
+    from pagedjax.kernels import KVLayout
+    from pagedjax.runtime import JaxRunner
+    from pagedjax.testing import tiny_config, tiny_params
+
+    config = tiny_config()
+    limits = SchedulerConfig(max_num_seqs=8, token_budget=512)
+    layout = KVLayout(config.num_layers, 256, 16, config.num_kv_heads, config.head_dim)
+    runner = JaxRunner(config, tiny_params(config), layout, limits, max_model_len=256)
+    return Engine(PagedManager(num_blocks=256, block_size=16), runner, limits, max_model_len=256)
+
+
+def _decoded(engine: Engine, path: Path | None) -> tuple[float, int]:
+    """Seconds and steps of 16 requests of a tiny model, whose steps are as short as real ones get."""
+    first = engine.scheduler.step
+    recorder = None if path is None else Recorder(path, engine, {"kind": "measured"})
+    started = time.perf_counter()
+    for number in range(16):
+        prompt = np.random.default_rng(number).integers(0, 256, 64).tolist()
+        engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    if recorder is not None:
+        recorder.close()
+    return time.perf_counter() - started, engine.scheduler.step - first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,10 @@ from pagedjax.cli.options import emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
 
 if TYPE_CHECKING:
+    from pagedjax.report.fleet import FleetRecorder
     from pagedjax.sim.fleet import FleetResult
     from pagedjax.sim.fleet.file import FleetFile
+    from pagedjax.sim.trace import Trace
 
 
 @click.command("fleet")
@@ -33,6 +37,12 @@ if TYPE_CHECKING:
 @click.option(
     "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request here."
 )
+@click.option(
+    "--record",
+    "record_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the run down, step by step (docs/report.md).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @trace_options
 @QUIET
@@ -47,6 +57,7 @@ def command(
     seed: int | None,
     settings: tuple[str, ...],
     records: Path | None,
+    record_file: Path | None,
     as_json: bool,
     open_file: Opener,
     quiet: bool,
@@ -68,7 +79,10 @@ def command(
     }
     fleet = read_fleet(config, [*(f"{k}={v}" for k, v in given.items() if v is not None), *settings])
     trace = open_file(file)
-    result = run_fleet(trace.head(head) if head else trace, fleet.specs(), **fleet.arguments())
+    with nullcontext() if record_file is None else _recorder(record_file, trace) as observer:
+        result = run_fleet(
+            trace.head(head) if head else trace, fleet.specs(), observer=observer, **fleet.arguments()
+        )
     if records is not None:
         _write(records, result)
         if not quiet:
@@ -79,6 +93,12 @@ def command(
         emit_json(_plain({"trace": trace.digest(), **out}))
     else:
         _show(result, out, fleet)
+
+
+def _recorder(path: Path, trace: Trace) -> FleetRecorder:
+    from pagedjax.report.fleet import FleetRecorder
+
+    return FleetRecorder(path, {"trace": trace.digest(), "command": shlex.join(["pagedjax", *sys.argv[1:]])})
 
 
 def _plain(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,24 @@ def run_facts(path: str | Path) -> dict[str, Any]:
         RecordError: No record, or one of more frames than a page can hold.
         OSError: The file cannot be read.
     """
+    if next(iter(read_record(path))).get("fleet"):
+        raise RecordError(f"{path}: is of a fleet; read it with read_runs")
     return facts(read_record(path), str(path))
+
+
+def read_runs(path: str | Path, instances: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What the page shows of a record: a run, or of a fleet's the fleet and then the instances asked for.
+
+    Raises:
+        RecordError: As for `run_facts`; an instance is not in the fleet.
+        OSError: The file cannot be read.
+    """
+    from pagedjax.report.fleet import fleet_facts, instance_frames
+
+    if not next(iter(read_record(path))).get("fleet"):
+        return [run_facts(path)]
+    found = [fleet_facts(path)]
+    return found + [facts(instance_frames(path, name), f"{path}: instance {name}") for name in instances]
 
 
 def facts(frames: Iterable[Frame], name: str) -> dict[str, Any]:

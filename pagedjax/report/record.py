@@ -11,7 +11,8 @@ A record is JSON lines (gzip where the name ends in .gz). Each line is one frame
 
 A fleet's record is one file: frames of an instance carry its number `i`, and
 | `join` | an instance is there: number, name, role, node, block size, pools |
-| `route` | a request was sent: to whom, who will decode, why, what was expected to be cached there |
+| `route` | a request was sent: to whom, why, what was expected to be cached there |
+| `engage` | an instance that decodes was chosen for a request |
 | `refuse` | a request was refused, and why |
 | `move` | KV moved: what for, from where, to where, bytes, start, seconds; `lost` where it did not arrive |
 | `gone` | an instance left, died, or was there at the end |

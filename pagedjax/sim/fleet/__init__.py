@@ -9,6 +9,7 @@ from typing import Any
 from pagedjax.sim.fleet.books import FleetRecord, FleetResult, Gaps, InstanceTotals, Level, Refusal
 from pagedjax.sim.fleet.loop import Fleet
 from pagedjax.sim.fleet.member import OnPlan
+from pagedjax.sim.fleet.observer import FleetObserver
 from pagedjax.sim.fleet.settings import (
     Arrivals,
     Change,
@@ -66,6 +67,7 @@ def run_fleet(
     hash_plans: bool = False,
     on_plan: OnPlan | None = None,
     log_rates: bool = False,
+    observer: FleetObserver | None = None,
 ) -> FleetResult:
     """Play a trace through a fleet of engines; equal arguments give equal results.
 
@@ -89,6 +91,7 @@ def run_fleet(
         hash_plans: Hash every plan of every instance; plans all steps.
         on_plan: Called with (instance number, plan) for each planned step.
         log_rates: Keep every change of a transfer's rate in the result.
+        observer: Told of what happens between instances, such as a `pagedjax.report.fleet.FleetRecorder`.
 
     Returns:
         Records of all requests, and totals.
@@ -129,6 +132,7 @@ def run_fleet(
         hash_plans=hash_plans,
         on_plan=on_plan,
         log_rates=log_rates,
+        observer=observer,
     )
     return fleet.run()
 
@@ -137,6 +141,7 @@ __all__ = [
     "TREE_TOKENS",
     "Arrivals",
     "Change",
+    "FleetObserver",
     "FleetRecord",
     "FleetResult",
     "Gaps",

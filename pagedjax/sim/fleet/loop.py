@@ -14,6 +14,7 @@ from pagedjax.cache import CacheEvent
 from pagedjax.sim.fleet.books import FleetRecord, FleetResult, Refusal
 from pagedjax.sim.fleet.member import Job, Member, OnPlan
 from pagedjax.sim.fleet.moves import Moves
+from pagedjax.sim.fleet.observer import FleetObserver
 from pagedjax.sim.fleet.settings import (
     Arrivals,
     Change,
@@ -56,11 +57,13 @@ class Fleet:
         hash_plans: bool,
         on_plan: OnPlan | None,
         log_rates: bool,
+        observer: FleetObserver | None,
     ) -> None:
+        self.observer = observer
         self.router = router
         self.knowledge = knowledge
         self.result = FleetResult()
-        self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates)
+        self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates, observer=observer)
         self.members: dict[int, Member] = {}
         self.decode_router = decode_router
         self._delay_s = delay_s
@@ -142,7 +145,7 @@ class Fleet:
                 for job in list(member.jobs.values()):  # cut off by `until_s`
                     self.moves.cancel(job, result.end_s)
                 member.abort_all()
-                member.close(max(result.end_s, 0.0))
+                self._close(member, "end", max(result.end_s, 0.0))
         result.instances = [member.totals for member in self.members.values()]
         if not self._identified:  # nothing was equal because nothing was known to be
             for totals in result.instances:
@@ -195,6 +198,8 @@ class Fleet:
 
     def _refuse(self, job: Job, now: float, reason: str) -> None:
         self.result.refused.append(Refusal(job.number, now, reason))
+        if self.observer is not None:
+            self.observer.refused(job.number, reason, now)
         self._leaves(now)
 
     # ------------------------------------------------------------------- routing
@@ -238,6 +243,8 @@ class Fleet:
         job.member, job.decoder, job.lives = member, None, job.lives + 1
         job.reason = choice.reason
         self._send(job, choice, view, now)
+        if self.observer is not None:
+            self.observer.routed(job.number, member.number, job.reason, job.expected, now)
         if decoder is not None and self.moves.links.handover == "layers":
             self._engage(job, decoder, now)
         if not self.moves.fetch(job, now):
@@ -286,6 +293,8 @@ class Fleet:
         job.decoder = decoder
         decoder.jobs[job.number] = job
         decoder.totals.routed += 1
+        if self.observer is not None:
+            self.observer.engaged(job.number, decoder.number, now)
         prompt = job.prompt
         self.decode_router.sent(prompt, decoder.worker, self._view([decoder]), now)
         decoder.worker.send(Sent(prompt, 0, 0), now)
@@ -442,6 +451,8 @@ class Fleet:
             lands=spec.role == "decode" or self.moves.wants_events,
         )
         self.members[member.number] = member
+        if self.observer is not None:
+            self.observer.joined(member.number, spec, member.node, member.run.engine, now)
         self.moves.join(member)
         self.knowledge.joined(member.number, member.worker.block_size)
 
@@ -464,8 +475,13 @@ class Fleet:
         elif not member.jobs:
             self._gone(member, now)
 
-    def _gone(self, member: Member, now: float) -> None:
+    def _close(self, member: Member, why: str, now: float) -> None:
         member.close(now)
+        if self.observer is not None:
+            self.observer.gone(member.number, why, now)
+
+    def _gone(self, member: Member, now: float, why: str = "left") -> None:
+        self._close(member, why, now)
         self._queue(member)
         self.knowledge.gone(member.number)
         if not any(m.alive and m.node == member.node for m in self.members.values()):
@@ -486,7 +502,7 @@ class Fleet:
             job.member = job.decoder = job.first = None
             job.fetched, job.sent_tokens = (0, 0, 0), 0
         member.abort_all()
-        self._gone(member, now)
+        self._gone(member, now, "died")
         for job in lost:
             self._route(job, now)
 

@@ -8,9 +8,10 @@ from itertools import groupby
 from pagedjax.cache import CacheEvent
 from pagedjax.cache.hashing import TokenChain
 from pagedjax.sim.fleet.member import Job, Member
+from pagedjax.sim.fleet.observer import FleetObserver
 from pagedjax.sim.fleet.settings import LinkSpec, StoreSpec, require
 from pagedjax.sim.routing import Forecast, Prompt, View, Worker
-from pagedjax.sim.transfer import Link, Network, Place, Store
+from pagedjax.sim.transfer import Link, Network, Place, Store, Transfer
 
 
 class Moves:
@@ -22,6 +23,7 @@ class Moves:
         resume: Called with a job whose transfers have all ended, and the time.
         pinned: Called with an instance whose pins have changed, so when it may step.
         log_rates: Keep every change of a transfer's rate.
+        observer: Told of each transfer when it ends.
     """
 
     def __init__(
@@ -32,7 +34,10 @@ class Moves:
         pinned: Callable[[Member], None],
         *,
         log_rates: bool = False,
+        observer: FleetObserver | None = None,
     ) -> None:
+        self._observer = observer
+        self._told: dict[int, Callable[[float, bool], None]] = {}  # transfers that somebody looks at
         self.network = Network(log_rates=log_rates)
         self.links = links
         self.store: Store | None = None
@@ -103,6 +108,7 @@ class Moves:
         """Stop what moves for a job, and let go of what waits or is held for it."""
         for transfer in job.transfers:
             self.network.cancel(transfer, now)
+            self._tell(transfer, now, arrived=False)
         job.transfers.clear()
         self._fetching.pop(job.number, None)
         self.settle(job)
@@ -129,14 +135,49 @@ class Moves:
             job.landed = (member, digests)
 
     def _send(
-        self, job: Job, path: Sequence[Link], num_bytes: int, now: float, done: Callable[[float], None]
+        self,
+        job: Job,
+        way: tuple[str, str, str],
+        path: Sequence[Link],
+        num_bytes: int,
+        now: float,
+        done: Callable[[float], None],
     ) -> None:
         def arrived(at: float) -> None:
             job.transfers.remove(transfer)
             done(at)
 
-        transfer = self.network.start(path, num_bytes, now, arrived)
+        transfer = self._start(way, path, num_bytes, now, arrived, job.number)
         job.transfers.append(transfer)
+
+    def _start(
+        self,
+        way: tuple[str, str, str],
+        path: Sequence[Link],
+        num_bytes: int,
+        now: float,
+        done: Callable[[float], None],
+        request: int | None = None,
+    ) -> Transfer:
+        """Start a transfer: what for, from where and to where is for whoever looks on."""
+        observer = self._observer
+        if observer is None:
+            return self.network.start(path, num_bytes, now, done)
+
+        def arrived(at: float) -> None:
+            self._tell(transfer, at, arrived=True)
+            done(at)
+
+        transfer = self.network.start(path, num_bytes, now, arrived)
+        self._told[transfer.number] = lambda at, whole: observer.moved(
+            *way, num_bytes, now, at, request, whole
+        )
+        return transfer
+
+    def _tell(self, transfer: Transfer, now: float, *, arrived: bool) -> None:
+        told = self._told.pop(transfer.number, None)
+        if told is not None:
+            told(now, arrived)
 
     # ----------------------------------------------------------------- hand-over
 
@@ -169,14 +210,14 @@ class Moves:
         job.sent_tokens = end
         layers = source.spec.cost.model.num_layers  # type: ignore[union-attr]
         last = tokens * source.token_bytes // layers
-        path = self._wire(source, target)
+        path, way = self._wire(source, target), ("hand-over", source.spec.name, target.spec.name)
 
         def rest(at: float) -> None:
-            self._send(job, path, last, max(at, ended), lambda now: self._handed(job, source, target, now))
+            self._send(job, way, path, last, max(at, ended), lambda now: self._handed(job, source, target, now))
 
         self._count(source, target, tokens * source.token_bytes)
         first = began + (ended - began) / layers
-        self._send(job, path, tokens * source.token_bytes - last, first, rest)
+        self._send(job, way, path, tokens * source.token_bytes - last, first, rest)
 
     def hand_over(self, job: Job, now: float) -> None:
         """A prompt is computed: send what has not been sent yet, holding it until it has arrived."""
@@ -190,8 +231,8 @@ class Moves:
         job.sent_tokens = job.prompt.num_tokens
         if num_bytes or not job.transfers:
             self._count(source, target, num_bytes)
-            path = self._wire(source, target)
-            self._send(job, path, num_bytes, now, lambda at: self._handed(job, source, target, at))
+            path, way = self._wire(source, target), ("hand-over", source.spec.name, target.spec.name)
+            self._send(job, way, path, num_bytes, now, lambda at: self._handed(job, source, target, at))
 
     @staticmethod
     def _count(source: Member, target: Member, num_bytes: int) -> None:
@@ -218,14 +259,16 @@ class Moves:
         node, num_bytes = member.node, len(fresh) * self._block[1]
 
         member.totals.sent_bytes += num_bytes
-        self.network.start([member.bus], num_bytes, now, lambda at: self._put(node, fresh, at))
+        way = ("keep", member.spec.name, f"memory of {node}")
+        self._start(way, [member.bus], num_bytes, now, lambda at: self._put(node, fresh, at))
 
     def _put(self, node: str, digests: Sequence[bytes], now: float) -> None:
         """Hold blocks in a node's memory; what sinks to its disk is written there."""
         assert self.store is not None and self._block is not None
         sunk = self.store.put(node, digests)
         if sunk:
-            self.network.start([self._disk[node]], sunk * self._block[1], now, lambda at: None)
+            way = ("sink", f"memory of {node}", f"disk of {node}")
+            self._start(way, [self._disk[node]], sunk * self._block[1], now, lambda at: None)
 
     def _path(self, place: Place, member: Member) -> list[Link]:
         path = [self._disk[place.node]] if place.tier == "disk" else []
@@ -301,5 +344,6 @@ class Moves:
         for place in dict.fromkeys(places):
             num_bytes = places.count(place) * self._block[1]
             member.totals.received_bytes += num_bytes
-            self._send(job, self._path(place, member), num_bytes, now, arrived)
+            way = ("fetch", f"{place.tier} of {place.node}", member.spec.name)
+            self._send(job, way, self._path(place, member), num_bytes, now, arrived)
         return True

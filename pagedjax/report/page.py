@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from pagedjax.report.prefix import explorer
+from pagedjax.report.sections import checkup_section, curve_section, fleet_section, source_of, table, text
 
 _WEB = files("pagedjax.report") / "web"
+_SCRIPTS = ("uPlot.iife.min.js", "grid.js", "curves.js", "fleet.js", "page.js")
 
 
 def page(
     runs: Sequence[Mapping[str, Any]],
     curves: Sequence[Mapping[str, Any]],
     *,
+    checkups: Sequence[Mapping[str, Any]] = (),
     title: str = "pagedjax",
     prefix: Mapping[str, Any] | None = None,
 ) -> str:
@@ -29,17 +31,19 @@ def page(
     and nothing else: no request leaves it.
 
     Args:
-        runs: As `pagedjax.report.facts.run_facts` gives them; they stand one below the other.
-        curves: As `curve_facts` gives them.
+        runs: As `pagedjax.report.facts.read_runs` gives them, fleets among them; several stand side by side.
+        curves: As `pagedjax.report.traces.curve_facts` gives them.
+        checkups: As `pagedjax.report.traces.checkup_facts` gives them.
         title: Of the page.
         prefix: Tables of the prefix explorer; None counts them now (a few seconds).
     """
-    scripts = [
-        (_WEB / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "grid.js", "page.js")
-    ]
+    scripts = [(_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     styles = [(_WEB / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
+    fleets = [run for run in runs if run.get("fleet")]
+    runs = [run for run in runs if not run.get("fleet")]
+    shown = {"runs": runs, "fleets": fleets, "curves": curves, "checkups": checkups}
     data = json.dumps(
-        {"runs": runs, "curves": curves, "prefix": prefix or explorer()},
+        {**shown, "prefix": prefix or explorer()},
         separators=(",", ":"),
         allow_nan=False,
     )
@@ -49,30 +53,36 @@ def page(
         f"default-src 'none'; base-uri 'none'; form-action 'none'; script-src {_digests(scripts)}; "
         f"style-src {_digests(styles)}"
     )
-    body = "".join(_run_section(i, run) for i, run in enumerate(runs))
-    body += "".join(_curve_section(i, curve) for i, curve in enumerate(curves))
+    body = "".join(fleet_section(i, fleet) for i, fleet in enumerate(fleets))
+    body += _beside([_run_section(i, run) for i, run in enumerate(runs)])
+    body += _beside([curve_section(i, curve) for i, curve in enumerate(curves)])
+    body += _beside([checkup_section(i, facts) for i, facts in enumerate(checkups)])
+    wide = ' class="wide"' if max(len(runs), len(curves)) > 1 else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_text(title)}</title>\n"
+        f"<title>{text(title)}</title>\n"
         + "".join(f"<style>{style}</style>\n" for style in styles)
-        + f"</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n{body}{_PREFIX}</main>\n"
+        + f"</head>\n<body{wide}>\n<main>\n<h1>{text(title)}</h1>\n{body}{_PREFIX}</main>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )
 
 
+def _beside(sections: Sequence[str]) -> str:
+    """Several stand side by side where there is room."""
+    if len(sections) < 2:
+        return "".join(sections)
+    return f'<div class="beside">\n{"".join(sections)}</div>\n'
+
+
 def _digests(texts: Sequence[str]) -> str:
     return " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts
     )
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
 
 
 _PREFIX = """<section aria-labelledby="prefix-title"><h2 id="prefix-title">Prefix explorer</h2>
@@ -84,21 +94,9 @@ _PREFIX = """<section aria-labelledby="prefix-title"><h2 id="prefix-title">Prefi
 
 
 def _run_section(number: int, run: Mapping[str, Any]) -> str:
-    about = run["about"]
-    kind = about.get("kind", "of unknown kind")
-    facts = [f"<i>{_text(kind)}</i>"]
-    for name in ("model", "command", "pagedjax"):
-        if about.get(name):
-            facts.append(f"{name}: <code>{_text(about[name])}</code>")
-    trace = about.get("trace")
-    if isinstance(trace, str):
-        facts.append(f"trace sha256: <code>{_text(trace)}</code>")
-    elif isinstance(trace, Mapping):
-        facts.append("trace: " + ", ".join(f"{_text(k)} <code>{_text(v)}</code>" for k, v in trace.items()))
     blocks = ", ".join(str(count - 1) for count in run["pool_blocks"])
-    facts.append(f"{blocks} usable blocks of {run['block_size']} tokens")
-    source = "; ".join(facts)
-    name = _text(run["name"])
+    source = f"{source_of(run['about'])}; {blocks} usable blocks of {run['block_size']} tokens"
+    name = text(run["name"])
     parts = (
         (
             "pool",
@@ -115,47 +113,6 @@ def _run_section(number: int, run: Mapping[str, Any]) -> str:
 
 
 def _request_table(requests: Sequence[Mapping[str, Any]]) -> str:
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{_text('unknown' if value is None else value)}</td>"
-            for value in (r["id"], r["prompt"], r["hit"], r["reason"], r["first"], r["end"], r["why"])
-        )
-        + "</tr>"
-        for r in requests[:500]
-    )
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in (
-            "request",
-            "prompt tokens",
-            "from the cache",
-            "match stopped",
-            "first token at",
-            "end at",
-            "why",
-        )
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def _curve_section(number: int, curve: Mapping[str, Any]) -> str:
-    names = list(curve["policies"])
-    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in ("blocks", *names))
-    rows = "".join(
-        f"<tr><td>{capacity}</td>"
-        + "".join(
-            f"<td>{'unknown' if (v := curve['policies'][name][i]) is None else f'{v:.4f}'}</td>"
-            for name in names
-        )
-        + "</tr>"
-        for i, capacity in enumerate(curve["capacities"])
-    )
-    return (
-        f'<section aria-labelledby="curve-title-{number}"><h2 id="curve-title-{number}">Hit ratio against capacity: '
-        f'{_text(curve["name"])}</h2><p class="source"><i>counted</i>: hit blocks over prompt blocks, block size '
-        f"{curve['block_size']}; trace sha256 <code>{_text(curve['sha256'])}</code>; "
-        f"<code>{_text(curve['command'])}</code></p>\n"
-        f'<div id="curve-{number}"></div>\n<div class="scroll" tabindex="0" role="region" aria-label="values">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>\n"
-    )
+    head = ("request", "prompt tokens", "from the cache", "match stopped", "first token at", "end at", "why")
+    keys = ("id", "prompt", "hit", "reason", "first", "end", "why")
+    return table(head, [[r[key] for key in keys] for r in requests[:500]])

@@ -41,9 +41,9 @@ from pagedjax.engine.engine import Engine
 from pagedjax.engine.request import Request, RequestOutput
 from pagedjax.engine.request import Sequence as Seq
 from pagedjax.engine.step import StepPlan, StepResult
-from pagedjax.report.replay import VERSION, RecordError, Replay, open_text, read_record, replay
+from pagedjax.report.replay import VERSION, Record, RecordError, Replay, open_text, read_record, replay
 
-__all__ = ["RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
+__all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
 _Told = tuple[int, int, int, list[int]]  # sequence, group, position, blocks from there on

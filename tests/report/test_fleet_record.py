@@ -138,4 +138,4 @@ def test_the_command_records_a_fleet_and_shows_it(tmp_path, monkeypatch):
     run = CliRunner().invoke(cli, ["report", str(out), "--run", str(record)])
     assert run.exit_code == 0, run.output
     text = out.read_text()
-    assert "Routing" in text and "round robin" in text
+    assert "<h3>Routing</h3>" in text and "<td>6</td>" in text

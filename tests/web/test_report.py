@@ -4,7 +4,6 @@ Run by `make test-web`; skipped by name where playwright or a Chromium is not th
 """
 
 import itertools
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -23,20 +22,6 @@ from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import chat
 
 pytestmark = pytest.mark.web
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed; make test-web brings it"
-    )
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH (Debian: apt install chromium)")
-    with api.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 def _record(path, sessions, blocks, turns=3):

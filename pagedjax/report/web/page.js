@@ -224,34 +224,17 @@ function prefixPanel(data, root) {
   draw();
 }
 
-/* ------------------------------------------------------------------ curves */
-function curvePanel(curve, root) {
-  const place = make("div", undefined, root); place.className = "chart";
-  const readout = make("div", "Point at the chart for exact values.", root); readout.className = "readout";
-  const names = Object.keys(curve.policies), ink = css("--fg"), axis = {stroke: ink, grid: {stroke: css("--line"), width: 1}};
-  const colours = ["--one", "--shared", "--cached", "--lit", "--accent", "--out", "--dim"], dashes = [[], [6, 3], [2, 3], [8, 2, 2, 2], [1, 2], [10, 4]];
-  const bytes = make("input", undefined, make("label", "in MiB of KV at bytes per token ", make("div", undefined, root)));
-  bytes.type = "number"; bytes.min = 0; bytes.value = 0;
-  let chart = null;
-  function draw() {
-    place.replaceChildren();
-    const unit = +bytes.value > 0 ? +bytes.value * curve.block_size / 1048576 : 1;
-    chart = new uPlot({
-      width: Math.max(280, root.clientWidth - 30), height: 300, scales: {x: {time: false, distr: 3}, y: {range: [0, 1]}},
-      series: [{label: +bytes.value > 0 ? "MiB" : "blocks"}, ...names.map((name, i) => ({label: name, stroke: css(colours[i % colours.length]), width: 2, dash: dashes[i % dashes.length]}))],
-      axes: [{...axis, label: +bytes.value > 0 ? "MiB of KV" : "blocks"}, {...axis, label: "hit ratio by block"}],
-      hooks: {setCursor: [(u) => { const i = u.cursor.idx; if (i !== null && i !== undefined) readout.textContent = `${curve.capacities[i]} blocks: ` + names.map((n) => `${n} ${curve.policies[n][i] === null ? "unknown" : curve.policies[n][i].toFixed(4)}`).join(", "); }]},
-    }, [curve.capacities.map((c) => c * unit), ...names.map((n) => curve.policies[n])], place);
-  }
-  bytes.addEventListener("input", draw); addEventListener("resize", draw);
-  draw();
-}
-
 for (const [i, run] of DATA.runs.entries()) {
   const panel = poolPanel(run, $(`pool-${i}`));
   seriesPanel(run, $(`series-${i}`), panel);
   requestsPanel(run, $(`requests-${i}`), panel);
 }
+for (const [i, fleet] of DATA.fleets.entries()) {
+  fleetPanel(fleet, $(`fleet-${i}`));
+  routingPanel(fleet, $(`routing-${i}`));
+  movesPanel(fleet, $(`moves-${i}`));
+}
 for (const [i, curve] of DATA.curves.entries()) curvePanel(curve, $(`curve-${i}`));
+for (const [i, facts] of DATA.checkups.entries()) checkupPanel(facts, $(`checkup-${i}`));
 prefixPanel(DATA.prefix, $("prefix"));
 document.body.dataset.ready = "yes";

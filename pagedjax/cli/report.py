@@ -84,7 +84,9 @@ def _curve(
     )
     if facts["left_out"] and not quiet:
         names = ", ".join(facts["left_out"])
-        click.echo(f"{path}: too long to replay every policy unasked ({names}); name them: --policy", err=True)
+        click.echo(
+            f"{path}: too long to replay every policy unasked ({names}); name them: --policy", err=True
+        )
     return facts
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -192,7 +194,12 @@ def _print_run(
     tally = Tally(ttft_limit_s=ttft, tpot_limit_s=tpot)
     bar = requests_bar("simulate", common.quiet)
     shown = replace(trace, source=lambda: bar(trace.source()))
-    about = {"kind": "simulated", "trace": trace.digest(), "settings": common.config.to_dict()}
+    about = {
+        "kind": "simulated",
+        "command": shlex.join(["pagedjax", *sys.argv[1:]]),
+        "trace": trace.digest(),
+        "settings": common.config.to_dict(),
+    }
 
     def observe(engine: Any) -> Any:
         from pagedjax.report.record import Recorder

@@ -152,7 +152,9 @@ class _FleetReader:
         self.requests: dict[str, dict[str, Any]] = {}
         self.moves: list[list[Any]] = []
         self.totals: dict[tuple[str, str, str], list[int]] = {}
-        self.prefilled: dict[str, float] = {}  # request → when the instance that computed its prompt was done with it
+        self.prefilled: dict[
+            str, float
+        ] = {}  # request → when the instance that computed its prompt was done with it
         self.num_moves = 0
 
     def read(self, frames: Iterable[Frame]) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def _moves(facts: Mapping[str, Any]) -> str:
 
 
 def _field(field: Mapping[str, Any], unit: str) -> str:
-    told = f"at {field['position']:,} {text(unit)}: {field['values']:,} values, the longest {field['longest']:,}"
+    told = (
+        f"at {field['position']:,} {text(unit)}: {field['values']:,} values, the longest {field['longest']:,}"
+    )
     if field["examples"] is None:
         return told
     examples = ", ".join(f"<mark>{text(example)}</mark>" for example in field["examples"])
@@ -112,14 +114,16 @@ def fleet_section(number: int, fleet: Mapping[str, Any]) -> str:
         [what, source, target, count, moved, lost]
         for what, source, target, count, moved, lost in fleet["totals"]
     ]
-    more = "" if len(fleet["requests"]) == fleet["num_requests"] else f", the first {len(fleet['requests']):,}"
+    more = (
+        "" if len(fleet["requests"]) == fleet["num_requests"] else f", the first {len(fleet['requests']):,}"
+    )
     return (
         f'<section aria-label="fleet {name}"><h2>{name}</h2><p class="source">{source_of(fleet["about"])}; '
         f"{len(lines)} instances, {fleet['num_requests']:,} requests{more}, {fleet['span']:.1f} s</p>\n"
-        "<h3>Instances over time</h3><p class=\"source\">Point at a moment, or press the arrow keys; "
+        '<h3>Instances over time</h3><p class="source">Point at a moment, or press the arrow keys; '
         f'<code>--instance NAME</code> shows one step by step.</p><div id="fleet-{number}"></div>\n'
         f"<noscript>{table(('instance', 'role', 'steps', 'joined at', 'gone', 'blocks'), lines)}</noscript>\n"
-        f'<h3>Routing</h3>{scrolled(table(("instance", "why there", "requests"), fleet["chosen"]), "choices")}'
+        f"<h3>Routing</h3>{scrolled(table(('instance', 'why there', 'requests'), fleet['chosen']), 'choices')}"
         f'<div id="routing-{number}"></div>\n<h3>Transfers of KV</h3><div id="moves-{number}"></div>\n'
         + (
             scrolled(

@@ -119,7 +119,9 @@ class Advice:
         """Which block size to take, and why."""
         best = self.best_size
         if not best.found:
-            return "No prompt begins like an earlier one for a whole block: a prefix cache finds nothing here."
+            return (
+                "No prompt begins like an earlier one for a whole block: a prefix cache finds nothing here."
+            )
         return (
             f"Take blocks of {best.block_size}: the largest that find 95 % of what the best size finds "
             f"({share(best.found, best.looked_up)} of all tokens)."

@@ -106,7 +106,7 @@ def test_the_page_says_what_the_fleet_did(recorded):
 
 
 def test_the_bins_are_means_of_what_the_frames_say(recorded):
-    path, managers, _, _ = recorded
+    path = recorded[0]
     found = fleet_facts(path)
     edges = np.linspace(0, found["span"], found["bins"] + 1)
     run = facts(instance_frames(path, "c"), "c")
@@ -126,7 +126,7 @@ def test_instances_are_chosen_by_name(recorded, tmp_path):
 
 
 def test_the_command_records_a_fleet_and_shows_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedjax.report.page.explorer", lambda: {})
+    monkeypatch.setattr("pagedjax.report.page.explorer", dict)
     trace = tmp_path / "t.jsonl"
     line = '{"timestamp": %d, "input_length": 1024, "output_length": 4, "hash_ids": [1, %d]}\n'
     trace.write_text("".join(line % (40 * i, i % 3) for i in range(12)))

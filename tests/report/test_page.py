@@ -61,7 +61,11 @@ def test_hostile_strings_stay_text_and_nothing_is_fetched(record):
     text = page([run], [], title=HOSTILE, prefix=explorer(4))
     tags = _Tags()
     tags.feed(text)
-    assert tags.tags.count("script") == 1 + len(page_module._SCRIPTS) and "img" not in tags.tags and "link" not in tags.tags
+    assert (
+        tags.tags.count("script") == 1 + len(page_module._SCRIPTS)
+        and "img" not in tags.tags
+        and "link" not in tags.tags
+    )
     assert not [name for name, _ in tags.attributes if name in ("src", "href") or name.startswith("on")]
     (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert json.loads(block)["runs"][0]["requests"][0]["text"] == HOSTILE

@@ -7,7 +7,9 @@ GRAVE = ("serious", "critical")
 
 def findings(page):
     """Serious and critical findings in a playwright page, one line each."""
-    base = pytest.importorskip("axe_playwright_python.base", reason="axe is not installed; make test-web brings it")
+    base = pytest.importorskip(
+        "axe_playwright_python.base", reason="axe is not installed; make test-web brings it"
+    )
     page.evaluate(base.AXE_SCRIPT)  # past the page's content policy, which lets no script in
     result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [

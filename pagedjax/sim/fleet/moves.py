@@ -213,7 +213,9 @@ class Moves:
         path, way = self._wire(source, target), ("hand-over", source.spec.name, target.spec.name)
 
         def rest(at: float) -> None:
-            self._send(job, way, path, last, max(at, ended), lambda now: self._handed(job, source, target, now))
+            self._send(
+                job, way, path, last, max(at, ended), lambda now: self._handed(job, source, target, now)
+            )
 
         self._count(source, target, tokens * source.token_bytes)
         first = began + (ended - began) / layers

@@ -9,7 +9,7 @@ from pagedjax.sim.fleet.settings import InstanceSpec
 
 
 class FleetObserver(Protocol):
-    """Told of what happens between instances; what happens within one its engine tells. Seconds on the fleet's clock."""
+    """Told of what happens between instances; what happens within one its engine tells. Seconds on its clock."""
 
     def joined(self, number: int, spec: InstanceSpec, node: str, engine: Engine, now: float) -> None:
         """An instance is there; its engine has not run yet."""

@@ -249,8 +249,8 @@ class _FleetReader:
         chosen: dict[tuple[str, str], int] = {}
         for request in requests:
             if request["to"]:
-                key = (request["to"][-1], request["reason"])
-                chosen[key] = chosen.get(key, 0) + 1
+                choice = (request["to"][-1], request["reason"])
+                chosen[choice] = chosen.get(choice, 0) + 1
         return {
             "name": self.name,
             "about": {k: v for k, v in about.items() if k != "frame"},

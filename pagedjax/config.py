@@ -322,7 +322,7 @@ def _with_file(config: Config, path: Path) -> Config:
         found = "is not a file" if path.exists() else "no such file"
         raise ValueError(f"config {path}: {found}; give a .toml file, for example one of configs/serve/")
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"config {path}: is not valid TOML ({error}); see configs/serve/ for examples"

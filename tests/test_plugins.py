@@ -330,11 +330,25 @@ def test_names_of_plug_ins(outside):
         (":MRU", "policy=:MRU: must be module:Class"),
         ("mru", r"policy=mru: must be one of lru, .*, outside-mru, or module:name; try lru"),
         (7, "policy=7: must be a name or a factory"),
+        (
+            "builtins:list",
+            "policy=builtins:list: is no policy; it lacks hit, release, victim, evictable",
+        ),
+        ("json:JSONDecoder", "policy=json:JSONDecoder: is no policy; it lacks insert, hit"),
+        (
+            "shutil:copy",
+            r"policy=shutil:copy: must be made of 1 number \(missing a required argument: 'dst'\)",
+        ),
     ],
 )
 def test_what_names_no_plug_in_is_told(outside, named, message):
     with pytest.raises(ValueError, match=message):
         PagedManager(num_blocks=8, block_size=4, policy=named)
+
+
+def test_a_class_that_is_no_index_is_told():
+    with pytest.raises(ValueError, match=r"index=json:JSONDecoder: must be made of 2 numbers \(too many"):
+        PagedManager(num_blocks=8, block_size=4, index="json:JSONDecoder")
 
 
 def test_a_module_that_is_there_and_lacks_something_says_what(outside):

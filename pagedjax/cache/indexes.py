@@ -34,7 +34,7 @@ def make_index(
     Raises:
         ValueError: Unknown name, or an index that compares digests alone and knows no kind that verifies.
     """
-    built = INDEX_PLUGINS.find(index)(num_blocks, block_size)
+    built: PrefixIndex = INDEX_PLUGINS.make(index, num_blocks, block_size)
     missing = [name for name in NATURE if not hasattr(built, name)]
     if missing:
         raise ValueError(

@@ -13,6 +13,7 @@ the command line and in a worker process:
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -67,6 +68,26 @@ class Plugins(Generic[Factory]):
             f"{self.setting}={named}: must be one of {', '.join(self.names())}, or module:name; "
             f"try {self.common}"
         )
+
+    def make(self, named: str | Factory, *args: Any, hooks: tuple[str, ...] = ()) -> Any:
+        """What the named factory makes of `args`; a class must have the `hooks`.
+
+        Raises:
+            ValueError: As `find`, or it is a class of another kind, or takes other arguments.
+        """
+        factory = self.find(named)
+        if isinstance(factory, type) and (missing := [hook for hook in hooks if not hasattr(factory, hook)]):
+            raise ValueError(f"{self.setting}={named}: is no {self.setting}; it lacks {', '.join(missing)}")
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # of some built-in types nobody knows it
+            return factory(*args)
+        try:
+            signature.bind(*args)
+        except TypeError as error:
+            rule = f"must be made of {len(args)} number{'s' * (len(args) > 1)} ({error})"
+            raise ValueError(f"{self.setting}={named}: {rule}; see docs/plugins.md") from None
+        return factory(*args)
 
     def _imported(self, named: str) -> Factory:
         module, _, path = named.partition(":")

@@ -141,6 +141,8 @@ def _capacities(
     drawn: Rows = []
     for number, size in enumerate(sizes or (_size(trace, sizes),)):
         refs = load_announced(trace, size, insert=insert, progress=requests_bar("read", quiet), quiet=quiet)
+        if not refs.totals.requests:
+            raise click.UsageError(f"{trace.name}: holds no request; give a trace with at least one")
         curve = lru_curve(refs)
         if not number:  # not before a bad file has been told
             print(",".join(["block_size", "capacity_blocks", *names]))
@@ -221,6 +223,8 @@ def _parts(
         raise click.UsageError(f"{trace.name}: has no times; --by-group needs none")
     timed = load_timed(trace, _size(trace, sizes), insert=insert, progress=requests_bar("read", quiet))
     note_unheard(trace, timed.refs, quiet)
+    if not timed.refs.totals.requests:
+        raise click.UsageError(f"{trace.name}: holds no request; give a trace with at least one")
     if reuse:
         _reuse_times(trace, timed, plot)
         return

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pagedjax.cli.options import Common, common_options, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, Opener, requests_bar, trace_options
@@ -30,7 +31,38 @@ _SETTINGS = (
     *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in _IDLE),
     *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
 )
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class _Positive(click.FloatRange):
+    """A number above 0; nan, which no comparison refuses, is none."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail("nan is no number", param, ctx)
+        return number
+
+
+_POSITIVE = _Positive(min=0, min_open=True)
+# Option → the options of which one must be there for it to have an effect.
+_NEEDS = {
+    "burst": ("rate",),
+    "beam_gap": ("beam_width",),
+    "share": ("find_rate",),
+    "seed": ("rate", "beam_width"),
+}
+# Pairs of which one takes the other's effect away, and why.
+_AGAINST = {
+    ("rate", "rate_scale"): "--rate draws new arrivals, --rate-scale keeps the file's; give one of them",
+    ("beam_width", "n"): "a beam search has one sample a request; leave --n out",
+    ("in_flight", "rate"): "a closed loop has no rate of arrivals; leave one of them out",
+    ("in_flight", "rate_scale"): "a closed loop has no rate of arrivals; leave one of them out",
+    ("in_flight", "find_rate"): "a closed loop has no rate of arrivals; leave one of them out",
+    ("find_rate", "until"): "what has not ended by then would count as a broken promise; leave --until out",
+    ("find_rate", "records"): "runs many simulations; write records of one, without it",
+    ("find_rate", "record_file"): "runs many simulations; write records of one, without it",
+    ("find_rate", "hash_plans"): "runs many simulations; write records of one, without it",
+}
 
 
 @click.command("simulate")
@@ -91,7 +123,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @common_options(
     settings=_SETTINGS, cache_dir=False, scheduler__max_num_seqs=256, scheduler__token_budget=8192
 )
+@click.pass_context
 def command(
+    ctx: click.Context,
     common: Common,
     file: Path,
     open_file: Opener,
@@ -113,16 +147,9 @@ def command(
     Time is a cost model's: the model's shape on the hardware's peaks, with what steps reach of them
     (docs/experiments.md). --config and --set give the settings of cache and scheduler.
     """
-    if burst > 1 and rate is None:
-        raise click.UsageError("--burst: has an effect with --rate only; leave it out")
-    if rate is not None and rate_scale is not None:
-        raise click.UsageError("--rate draws new arrivals, --rate-scale keeps the file's; give one of them")
-    if options["in_flight"] is not None and (rate is not None or rate_scale is not None or find_rate):
-        raise click.UsageError("--in-flight: a closed loop has no rate of arrivals; leave one of them out")
+    _refuse_idle(ctx, common, file)
     if find_rate and min(ttft, tpot) == math.inf:
         raise click.UsageError("--find-rate: needs a promise; give --ttft and --tpot in seconds")
-    if find_rate and (records is not None or record_file is not None or options["hash_plans"]):
-        raise click.UsageError("--find-rate: runs many simulations; write records of one, without it")
     spec = _spec(common, options)
     trace = open_file(file)
     trace = trace if head is None else trace.head(head)
@@ -134,6 +161,30 @@ def command(
         _print_rate(common, trace, spec, seed, options, ttft, tpot, share)
         return
     _print_run(common, trace, spec, seed, options, ttft, tpot, records, record_file)
+
+
+def _refuse_idle(ctx: click.Context, common: Common, file: Path) -> None:
+    """Refuse options that were typed and have no effect, and an output that is the trace."""
+    typed = {
+        p.name: p.opts[0]
+        for p in ctx.command.params
+        if p.name is not None and ctx.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    }
+    for name, needed in _NEEDS.items():
+        if name in typed and typed.keys().isdisjoint(needed):
+            others = " or ".join(f"--{other.replace('_', '-')}" for other in needed)
+            raise click.UsageError(f"{typed[name]}: has an effect with {others} only; leave it out")
+    for (first, second), why in _AGAINST.items():
+        if first in typed and second in typed:
+            raise click.UsageError(f"{typed[first]} with {typed[second]}: {why}")
+    if "reserve" in typed and common.config.cache.num_blocks is not None:
+        raise click.UsageError(
+            "--reserve: has an effect where cache.num_blocks is auto; leave one of them out"
+        )
+    for name in ("records", "record_file"):
+        path = ctx.params.get(name)
+        if path is not None and path.exists() and path.samefile(file):
+            raise click.UsageError(f"{typed[name]} {path}: is the trace itself; name another file")
 
 
 def _spec(common: Common, options: dict[str, Any]) -> InstanceSpec:

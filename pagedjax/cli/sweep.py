@@ -92,6 +92,10 @@ def command(
         raise click.UsageError("--panel, --hue: have an effect with --x and --y only")
     if jobs is not None and on is not None:
         raise click.UsageError(f"--jobs {jobs}: says what --on says too; give one of them")
+    if name is not None and (not name or Path(name).name != name):
+        raise click.UsageError(
+            f"--name {name}: must be a file's name, without folders; choose those by --out"
+        )
     if x is not None:
         import_matplotlib()  # one that is missing is told before the work that it would show
     plans = [file for file in files if file.suffix == ".toml"]
@@ -115,6 +119,7 @@ def command(
             note=lambda text: None if quiet else print(text, file=sys.stderr),
             advance=advance,
         )
+    x, y, panel, hue = (_axis(sweep, column) for column in (x, y, panel, hue))
     paths = write_sweep(sweep.name, rows, keys, out)
     means = over_seeds(rows, keys)
     if x is not None and y is not None:
@@ -125,6 +130,12 @@ def command(
         print(lab.markdown([_short(row, sweep.axes) for row in means]), end="")
     if not quiet:
         print(f"{len(rows)} points; " + ", ".join(map(str, paths)), file=sys.stderr)
+
+
+def _axis(sweep: Any, column: str | None) -> Any:
+    """The column that was meant: a setting may be named without its section."""
+    named = [axis for axis in sweep.axes if column and axis.rpartition(".")[2] == column.replace("-", "_")]
+    return named[0] if len(named) == 1 and column not in sweep.axes else column
 
 
 def _sweep(
@@ -140,19 +151,29 @@ def _sweep(
     """The product that file and options ask for, every point checked."""
     from pagedjax.lab.provenance import fingerprint
     from pagedjax.lab.sweep import Sweep
-    from pagedjax.sim.trial import read_settings, resolve
+    from pagedjax.sim.trial import MEASURES, read_settings, resolve
 
     tables = _tables(plan)
     chosen = measure or str(tables["sweep"].get("measure", "simulate"))
     count = seeds or tables["sweep"].get("seeds", 1)
-    if not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{plan}: sweep.seeds={count!r}: must be a whole number, at least 1")
+    if chosen not in MEASURES:
+        raise ValueError(f"measure={chosen}: must be one of {', '.join(MEASURES)}")
     axes: dict[str, list[Any]] = {"trace": [str(path) for path in traces]}
+
+    def once(name: str) -> str:
+        if name in given:
+            raise click.UsageError(f"{name}: stands twice among --set and --grid; take one out")
+        given.append(name)
+        return name
+
     for key, value in tables["set"].items():
         axes[resolve(chosen, key)] = [value]
+    given: list[str] = []
     for text in settings:
         key, value = _split("--set", text)
-        axes[resolve(chosen, key)] = [_value(value)]
+        axes[once(resolve(chosen, key))] = [_value(value)]
     for key, value in tables["grid"].items():
         if not isinstance(value, list):
             raise ValueError(
@@ -161,7 +182,7 @@ def _sweep(
         axes[resolve(chosen, key)] = value
     for text in grids:
         key, value = _split("--grid", text)
-        axes[resolve(chosen, key)] = [_value(part) for part in value.split(",")]
+        axes[once(resolve(chosen, key))] = [_value(part) for part in value.split(",")]
     for key, values in axes.items():
         if len({repr(value) for value in values}) < len(values):
             raise ValueError(f"{key}: a value stands twice among {', '.join(map(str, values))}; take one out")
@@ -188,7 +209,7 @@ def _tables(plan: Path | None) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {name: {} for name in _TABLES}
     if plan is not None:
         try:
-            found = tomllib.loads(plan.read_text(encoding="utf-8"))
+            found = tomllib.loads(plan.read_text(encoding="utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{plan}: is not valid TOML ({error})") from None
         for name, table in found.items():

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 def write_whole(path: Path, write: Callable[[Path], int]) -> None:
     """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole."""
+    kind = next((s.lower() for s in reversed(path.suffixes) if s.lower() in _TABLES), "")
+    if kind:
+        raise click.UsageError(
+            f"{path}: would hold JSON lines, and be read as {kind}; name it {path.stem}.jsonl"
+        )
     device = path.exists() and not path.is_file()  # /dev/stdout, a pipe
     target = path if device else path.resolve()
     part = (
@@ -54,6 +59,7 @@ def write_whole(path: Path, write: Callable[[Path], int]) -> None:
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
+_TABLES = (".csv", ".tsv", ".txt", ".parquet")  # by these names a reader looks for something else
 _MANY = 10_000_000  # block references from which on memory is worth a word
 _SMALL_FILE, _LOOKED_AT = (
     10 << 20,

@@ -169,6 +169,10 @@ class Opener:
             common_prefix=self.common_prefix,
             sort=self.sort,
         )
+        if self.chat_template is not None and trace.format not in ("chat", "gateway", "sharegpt"):
+            raise click.BadParameter(
+                f"--chat-template {self.chat_template}: {path} holds no messages; leave it out"
+            )
         if not self.quiet:
             for text in trace.notes:
                 print(f"{path}: {text}", file=sys.stderr)

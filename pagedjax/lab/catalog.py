@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -42,7 +43,9 @@ def module(name: str) -> ModuleType:
         ValueError: No such experiment.
     """
     if name not in names():
-        raise ValueError(f"experiment={name}: must be one of {', '.join(names())}")
+        near = difflib.get_close_matches(name, names(), n=1)
+        remedy = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"experiment={name}: must be one of {', '.join(names())}{remedy}")
     if _PACKAGE not in sys.modules:
         # Not found by the path: an installed wheel's lie inside the package, and others may have an experiments/.
         spec = importlib.machinery.ModuleSpec(_PACKAGE, None, is_package=True)

@@ -17,9 +17,20 @@ from pagedjax.lab.workers import finished, local
 
 
 def work(name: str, unit: Unit, data: str, said_of: Sequence[str]) -> list[TableRow]:
-    """Rows of one unit; what was set (fields of it) and is no column yet stands in front."""
-    rows = list(catalog.load(name).run(unit, Path(data)))
+    """Rows of one unit; what was set (fields of it) and is no column yet stands in front.
+
+    Raises:
+        ValueError: What was set cannot be run.
+    """
     said = {key: unit[key] for key in said_of if key in unit}
+    try:
+        rows = list(catalog.load(name).run(unit, Path(data)))
+    except Exception as error:
+        if set(said) <= {"seed"}:
+            raise  # nobody asked for anything unusual
+        asked = ", ".join(f"{key}={value}" for key, value in said.items())
+        got = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} with {asked}: cannot be run ({got}); set another value") from error
     return [{**{k: v for k, v in said.items() if k not in row}, **row} for row in rows]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,8 @@ class HardwareSpec:
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value == float("inf"):
+                raise ValueError(f"{field.name}={value!r}: must be a number")
             if not (value > 0 or (value == 0 and field.name == "host_s_per_row")):
                 raise ValueError(f"{field.name}={value}: must be positive")
         for name in ("compute_efficiency", "bandwidth_efficiency", "shared_read"):
@@ -82,7 +84,7 @@ class HardwareSpec:
         """
         path = shipped_file("hardware", source)
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path}: is not valid TOML ({error}); see configs/hardware/ for examples"
@@ -90,9 +92,12 @@ class HardwareSpec:
         names = {f.name for f in fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise ValueError(f"{path}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+        if missing:
+            raise ValueError(f"{path}: must have {', '.join(missing)}; see configs/hardware/ for examples")
         try:
             return cls(**values)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 

@@ -91,8 +91,9 @@ def parts(
     """
     if window_s < 0:
         raise ValueError(f"window={window_s}: must be positive seconds; try 3600")
-    index = (timed.arrival_s // window_s).astype(np.int64) if window_s else timed.group.astype(np.int64)
-    count = int(index.max()) + 1 if len(index) else 0
+    at_s = timed.arrival_s // window_s if window_s else timed.group
+    kept, index = np.unique(at_s, return_inverse=True)  # windows in which nobody comes take no room
+    count = len(kept)
     requests, tokens = np.bincount(index, minlength=count), np.zeros(count, np.int64)
     found: dict[float, np.ndarray] = {}
     for capacity in capacities:
@@ -105,7 +106,7 @@ def parts(
             at += len(own)
             np.add.at(found[capacity], own, leading.hit_tokens)
             np.add.at(tokens, own, leading.num_input)
-    names = [f"{window_s * i:g}" for i in range(count)] if window_s else list(timed.names)
+    names = [f"{window_s * k:.10g}" if window_s else timed.names[int(k)] for k in kept.tolist()]
     return [
         TracePart(names[i], int(requests[i]), int(tokens[i]), {c: int(f[i]) for c, f in found.items()})
         for i in range(count)

@@ -114,6 +114,10 @@ def test_F102_every_field_and_several_seeds_from_the_command_line(
         (["ledger", "--set", "seed=3", "--seeds", "2"], "--set seed says what it says, too"),
         (["--all", "--seeds", "2"], "--seeds: is of one experiment"),
         (["ledger", "--set", "user=5"], "did you mean users?"),
+        (
+            ["ledger", "--smoke", "--set", "users=0", "--jobs", "1"],
+            "ledger with users=0: cannot be run (ZeroDivisionError: division by zero); set another value",
+        ),
     ):
         assert main(["experiment", "run", *bad]) == 2
         assert message in capsys.readouterr().err
@@ -165,6 +169,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(GOOD * 3)
     (tmp_path / "cut.jsonl").write_text(GOOD + '{"token_ids": [1')
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "abc"}\n')
     (tmp_path / "head.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     (tmp_path / "junk.json").write_bytes(b"\xff\xfe\x00")
     return tmp_path
@@ -204,6 +209,19 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("advise good.jsonl --parameters nan", "must be a number of weights"),
         ("advise good.jsonl --top -1", "-1 is not in the range x>=0"),
         ("experiment run hit-length --jobs 0", "0 is not in the range x>=1"),
+        ("experiment run ledgr", "did you mean ledger?"),
+        ("curve good.jsonl --from 100 --to 200", "holds no request"),
+        ("curve good.jsonl --from 100 --window 3", "holds no request"),
+        (
+            "trace convert good.jsonl new.csv",
+            "new.csv: would hold JSON lines, and be read as .csv; name it new.jsonl",
+        ),
+        ("trace convert good.jsonl new.txt.gz", "would hold JSON lines, and be read as .txt"),
+        (
+            "trace info good.jsonl --chat-template plain",
+            "--chat-template plain: good.jsonl holds no messages",
+        ),
+        ("trace info plain.jsonl --time-unit s", "time_unit=s: plain.jsonl holds no times; leave it out"),
         ("experiment run hit-length --set prompt=a", "prompt=a: must be a whole number; try prompt=16"),
     ],
 )

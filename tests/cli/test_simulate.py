@@ -1,10 +1,11 @@
 """`pagedjax simulate`: the Python simulation's numbers from the command line, and the rate that keeps a promise."""
 
 import gc
+import inspect
 import json
 import math
 import tracemalloc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,25 @@ def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--rate", "1", "--rate-scale", "2"], "give one of them"),
         (["--find-rate"], "--find-rate: needs a promise"),
         (["--find-rate", "--ttft", "1", "--hash-plans"], "runs many simulations"),
+        (
+            ["--find-rate", "--ttft", "1", "--until", "9"],
+            "--find-rate with --until: what has not ended by then",
+        ),
+        (["--share", "0.5"], "--share: has an effect with --find-rate only"),
+        (["--seed", "3"], "--seed: has an effect with --rate or --beam-width only"),
+        (["--beam-gap", "2"], "--beam-gap: has an effect with --beam-width only"),
+        (["--beam-width", "2", "--n", "3"], "a beam search has one sample a request"),
+        (["--in-flight", "2", "--rate-scale", "3"], "a closed loop has no rate of arrivals"),
+        (
+            ["--reserve", "0.2", "--set", "num_blocks=9"],
+            "--reserve: has an effect where cache.num_blocks is auto",
+        ),
+        (["--ttft", "nan"], "nan is no number"),
+        (["--until", "nan"], "nan is no number"),
+        (["--records", "TRACE"], "is the trace itself; name another file"),
+        (["--set", "index=json:JSONDecoder"], "must be made of 2 numbers"),
+        (["--hardware", "HARDWARE"], "must have flops_per_s, bytes_per_s, memory_bytes"),
+        (["--hardware", "WORDS"], "flops_per_s='fast': must be a number"),
         (["--set", "cache.dtype=float32"], "has no effect here"),
         (["--set", "memory_bytes=1GiB"], "has no effect here"),
         (["--shape", "nope"], "nope"),
@@ -206,10 +226,61 @@ def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_options_end_in_one_line(
     trace_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
+    before = trace_file.read_bytes()
+    (trace_file.parent / "h.toml").write_text('name = "x"\n')
+    (trace_file.parent / "w.toml").write_text(
+        'name = "x"\nflops_per_s = "fast"\nbytes_per_s = 1\nmemory_bytes = 1\n'
+    )
+    places = {
+        "TRACE": trace_file,
+        "HARDWARE": trace_file.parent / "h.toml",
+        "WORDS": trace_file.parent / "w.toml",
+    }
+    arguments = [str(places.get(argument, argument)) for argument in arguments]
     with pytest.warns(UserWarning, match="no block ever fills") if "5" in arguments else _nothing():
         assert main(["simulate", str(trace_file), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert trace_file.read_bytes() == before
+
+
+def test_every_field_of_the_python_simulation_has_its_option() -> None:
+    """A new argument of `simulate` must come with an option, or with a reason here."""
+    from pagedjax.cli.simulate import command
+    from pagedjax.config import CacheConfig
+    from pagedjax.sim.beams import Beams
+
+    options = {p.name for p in command.params}
+    ways = {
+        "trace": "file", "manager": "settings", "config": "settings", "cost": "hardware",
+        "max_model_len": "max_model_len", "n": "n", "beams": "beam_width", "until_s": "until", "in_flight": "in_flight", "hash_plans": "hash_plans",
+        "skip": "no_skip", "observe": "record_file", "on_record": "records",
+        "watch": None,  # a function of each plan: what it is for, batch and pool, is printed
+    }  # fmt: skip
+    assert set(inspect.signature(simulate).parameters) == set(ways)
+    assert {way for way in ways.values() if way} <= options
+    assert {"width": "beam_width", "gap": "beam_gap", "seed": "seed"}.keys() == {
+        f.name for f in fields(Beams)
+    }
+    assert {
+        "beam_gap",
+        "seed",
+        "shape",
+        "devices",
+        "reserve",
+        "rate",
+        "burst",
+        "rate_scale",
+        "head",
+    } <= options
+    taken = {name.removeprefix("cache.") for name in command.callback.useful if name.startswith("cache.")}
+    idle = {
+        "memory_bytes",
+        "dtype",
+        "hash",
+        "window_groups",
+    }  # of the device, or of hashes: no cost knows them
+    assert taken == {f.name for f in fields(CacheConfig)} - idle
 
 
 def _nothing() -> Any:

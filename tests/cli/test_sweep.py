@@ -143,7 +143,7 @@ def test_a_file_says_what_options_say_and_draws(folder: Path, capsys: pytest.Cap
         "[set.cache]\nblock_size = 8\n"
     )
     told = _rows(
-        capsys, "mine.toml", "t0.jsonl", "t1.jsonl", "--x", "cache.num_blocks", "--y", "by_token",
+        capsys, "mine.toml", "t0.jsonl", "t1.jsonl", "--x", "num_blocks", "--y", "by_token",
         "--hue", "cache.policy", "--panel", "trace",
     )  # fmt: skip
     assert (folder / "results" / "mine.png").stat().st_size > 5000
@@ -185,6 +185,26 @@ def test_means_stand_with_intervals_and_the_unknown_stays_unknown() -> None:
         (["t0.jsonl", "--grid", "block_size=24"], "cache.block_size=24: must be a power of two"),
         (["t0.jsonl", "--seeds", "3"], "nothing is drawn"),
         (["t0.jsonl", "--x", "seed"], "a plot needs both"),
+        (
+            ["t0.jsonl", "--grid", "block_size=8", "--grid", "cache.block_size=16"],
+            "cache.block_size: stands twice",
+        ),
+        (
+            ["t0.jsonl", "--set", "block_size=8", "--grid", "block_size=16,32"],
+            "stands twice among --set and --grid",
+        ),
+        (["t0.jsonl", "--name", "../x"], "--name ../x: must be a file's name"),
+        (["t0.jsonl", "--grid", "head=-1"], "head=-1: must be a number from 0"),
+        (["t0.jsonl", "--grid", "until_s=nan"], "until_s=nan: must be above 0"),
+        (["t0.jsonl", "--grid", "n=0,1"], "n=0: must be above 0"),
+        (["t0.jsonl", "--grid", "rate=2", "--set", "in_flight=3"], "in_flight=3: a closed loop has no rate"),
+        (["t0.jsonl", "--set", "burst=3"], "burst=3: has an effect with a rate only"),
+        (["seeds.toml", "t0.jsonl"], "sweep.seeds=True: must be a whole number"),
+        (["measure.toml", "t0.jsonl"], "measure=3: must be one of simulate, replay"),
+        (
+            ["t0.jsonl", "--measure", "replay", "--set", "num_blocks=9", "--set", "insert=all"],
+            "insert=all: must be one of",
+        ),
         (["t0.jsonl", "--hue", "seed"], "with --x and --y only"),
         (["own.toml"], "give one trace or more"),
         (["own.toml", "t0.jsonl"], "own.toml: gird: must be one of the tables"),
@@ -195,6 +215,8 @@ def test_bad_sweeps_end_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (folder / "own.toml").write_text("[gird]\na = [1]\n")
+    (folder / "seeds.toml").write_text("[sweep]\nseeds = true\n[set]\nrate = 1\n")
+    (folder / "measure.toml").write_text("[sweep]\nmeasure = 3\n")
     assert main(["sweep", *arguments, "--jobs", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err

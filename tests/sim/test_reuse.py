@@ -80,6 +80,15 @@ def test_the_command_line_has_all_three(tmp_path: Path, capsys: pytest.CaptureFi
     assert np.isfinite(shares).all()
 
 
+def test_windows_in_which_nobody_comes_take_no_room() -> None:
+    timed = load_timed(_trace(), 4)
+    fine = parts(timed, window_s=1e-9)
+    assert len(fine) == len(set(timed.arrival_s.tolist())) and sum(p.requests for p in fine) == len(
+        timed.arrival_s
+    )
+    assert sum(p.hit_tokens[math.inf] for p in fine) == parts(timed, window_s=1e9)[0].hit_tokens[math.inf]
+
+
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
 def test_every_curve_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     path = str(tmp_path / "t.jsonl")

@@ -45,6 +45,8 @@ POLICIES: dict[str, PolicyFactory] = {
 }
 POLICY_PLUGINS = Plugins("policy", "pagedjax.policies", POLICIES, "lru")
 
+_HOOKS = ("insert", "hit", "release", "victim", "remove", "evictable")
+
 
 def make_policy(policy: str | PolicyFactory, num_blocks: int) -> EvictionPolicy:
     """A policy that a setting names: a name, "module:Class", or a factory num_blocks -> EvictionPolicy.
@@ -52,7 +54,8 @@ def make_policy(policy: str | PolicyFactory, num_blocks: int) -> EvictionPolicy:
     Raises:
         ValueError: Unknown name; see `pagedjax.cache.plugins`.
     """
-    return POLICY_PLUGINS.find(policy)(num_blocks)
+    built: EvictionPolicy = POLICY_PLUGINS.make(policy, num_blocks, hooks=_HOOKS)
+    return built
 
 
 __all__ = [

@@ -136,6 +136,10 @@ def _finish(source: Source, kind: str, entry: Format) -> Trace:
     if reading.common_prefix and kind != "agentic":
         raise ValueError(f"common_prefix: {source.path} holds no agentic sessions; leave it out")
     trace = entry.open(source)
+    if reading.time_unit and not trace.timed:
+        raise ValueError(
+            f"time_unit={reading.time_unit}: {source.path} holds no times; leave it out (--time-unit)"
+        )
     used = {name for names in source.columns.values() for name in names} | entry.also
     used |= set() if kind in _NO_WISHES else set(WISHES)
     unused = [str(name) or "(without a name)" for name in source.first[1] if name not in used]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,70 +113,3 @@ def row(result: FleetResult, **columns: Any) -> TableRow:
         "input_tokens_per_s": prompts / out["span_s"],
         "moved_gb": out["sent_bytes"] / 1e9,
     }
-
-
-def panels(axes: Any, titles: Sequence[str], columns: int, *, left: float = 0.16) -> list[Any]:
-    """Small multiples within one figure: an inset for each title, in rows of `columns`, `left` of a panel for names."""
-    axes.set_axis_off()
-    rows = -(-len(titles) // columns)
-    wide, high = 1 / columns, 1 / rows
-    made = []
-    for i, title in enumerate(titles):
-        x, y = (i % columns) * wide, 1 - (i // columns + 1) * high
-        inset = axes.inset_axes((x + left * wide, y + 0.12 * high, (0.96 - left) * wide, 0.76 * high))
-        inset.set_title(title, fontsize=7, pad=2)
-        inset.tick_params(which="both", labelsize=5)
-        inset.spines[["top", "right"]].set_visible(False)
-        made.append(inset)
-    return made
-
-
-def dots(
-    axes: Any, names: Sequence[str], series: dict[str, list[float | None]], *, log: bool = False
-) -> None:
-    """A row for each name, a dot for each series; the series are named above their dots in the first row."""
-    for i, (label, values) in enumerate(series.items()):
-        there = [(value, y) for y, value in enumerate(values) if value is not None]
-        axes.plot([v for v, _ in there], [y for _, y in there], "o", markersize=2.5, color=f"C{i}")
-        if len(series) > 1 and there:
-            spot = (i + 0.5) / len(series)
-            axes.annotate(
-                label,
-                (spot, 1.0),
-                xycoords="axes fraction",
-                fontsize=4.5,
-                color=f"C{i}",
-                ha="center",
-                va="top",
-            )
-    axes.set_yticks(range(len(names)), names, fontsize=5)
-    axes.set_ylim(len(names) - 0.5, -1.6)
-    axes.grid(axis="y", linewidth=0.2)
-    if log:
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def label_ends(axes: Any, ends: Sequence[tuple[float, float, str]], colours: Sequence[Any]) -> None:
-    """Names at the right ends of curves, pushed apart where they would cover each other."""
-    low, high = axes.get_ylim()
-    log = axes.get_yscale() == "log"
-    place = (
-        np.log(np.array([max(y, 1e-12) for _, y, _ in ends])) if log else np.array([y for _, y, _ in ends])
-    )
-    bottom, top = (np.log(max(low, 1e-12)), np.log(high)) if log else (low, high)
-    step = (top - bottom) / 14
-    order = np.argsort(place)
-    spots = place.copy()
-    for before, after in pairwise(order):
-        spots[after] = max(spots[after], spots[before] + step)
-    spots -= max(spots.max() - top, 0) if len(spots) else 0
-    for (x, _, name), spot, colour in zip(ends, spots, colours):
-        y = float(np.exp(spot)) if log else float(spot)
-        axes.annotate(
-            name, (x, y), xytext=(3, 0), textcoords="offset points", fontsize=5, color=colour, va="center"
-        )

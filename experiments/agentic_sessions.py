@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
+from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels
 from pagedjax.sim.replay import BlockKeys, Unbounded
 from pagedjax.sim.trace import open_trace
 
@@ -61,15 +62,21 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     yield {"quantity": "hit rate of all blocks", "count": total, "mean": hit / total}
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Percentiles over sessions of the share of a session's blocks that are found again, beside the printed ones."""
+    (axes,) = panels(figure, ["hit rate of a session that starts cold"], width=5.5)
     names = [str(p) for p in PERCENTILES]
     (own,) = [r for r in rows if r["quantity"] == "hit rate of a session"]
-    axes.plot(PERCENTILES, [own[n] for n in names], marker="o", label="710 sessions")
     printed = {int(k): v for k, v in PRINTED["hit rate of a session"].items() if k != "mean"}
-    axes.plot(list(printed), list(printed.values()), "x", label="739 sessions, as printed")
-    axes.set_xlabel("percentile of the sessions")
-    axes.set_ylabel("hit rate by block, nothing warm (counted)")
-    axes.legend(fontsize=8)
+    curves(
+        axes,
+        [
+            Series(f"{own['count']} sessions", PERCENTILES, [own[n] for n in names]),
+            Series("739 sessions, printed", list(printed), list(printed.values()), printed=True),
+        ],
+    )
+    from_zero(axes)
+    label_axes(axes, "percentile of the sessions", "hit rate by block")
 
 
 EXPERIMENT = Experiment(

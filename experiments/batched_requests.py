@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pagedjax.lab import Experiment, TableRow, Unit, Value, cell, ratio
+from pagedjax.lab import Estimate, Experiment, TableRow, Unit, Value, cell, ratio
+from pagedjax.lab.drawing import bars, label_axes, panels
 from pagedjax.sim.simulator import simulate
 
 from ._serving import (
@@ -89,11 +88,12 @@ def _ratio(name: str, system: str) -> Callable[[str], Value]:
     )
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Requests that run at once under four ways to reserve memory, means over seeds, beside the printed ones."""
     names = list(dict.fromkeys(r["workload"] for r in rows))
-    for k, name in enumerate(names):
-        means = [
-            np.mean(
+    for name, axes in zip(names, panels(figure, names, columns=2, height=2.8)):
+        found = [
+            Estimate.of(
                 [
                     r["batch"]
                     for r in rows
@@ -102,18 +102,11 @@ def _plot(rows: list[TableRow], axes: Any) -> None:
             )
             for s in SYSTEMS
         ]
-        axes.bar([i + 0.2 * (2 * k) for i in range(len(SYSTEMS))], means, 0.2, label=f"{name}, ours")
-        axes.bar(
-            [i + 0.2 * (2 * k + 1) for i in range(len(SYSTEMS))],
-            BATCHES[name],
-            0.2,
-            label=f"{name}, paper",
-            alpha=0.5,
-        )
-    axes.set_xticks([i + 0.2 for i in range(len(SYSTEMS))], SYSTEMS, fontsize=8)
-    axes.set_ylabel("requests running at once")
-    axes.set_yscale("log")
-    axes.legend(fontsize=8)
+        ours = [None if e is None else e.mean for e in found]
+        half = [0.0 if e is None else e.half for e in found]
+        none = [0.0] * len(SYSTEMS)
+        bars(axes, SYSTEMS, {"ours": ours, "paper": list(BATCHES[name])}, half={"ours": half, "paper": none})
+        label_axes(axes, "requests running at once")
 
 
 _FIG = "PagedAttention Fig. 13"

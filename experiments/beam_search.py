@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.simulator import Beams, simulate
 
 from ._serving import (
@@ -87,16 +88,22 @@ def _value(name: str, width: int) -> Callable[[str], Value]:
     )
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    first = (rows[0]["hardware"], rows[0]["seed"])
-    for key in dict.fromkeys((r["workload"], r["gap"]) for r in rows):
-        own = [r for r in rows if (r["workload"], r["gap"], r["hardware"], r["seed"]) == (*key, *first)]
-        label = f"{key[0]}, gap {key[1]:g}"
-        axes.plot([r["width"] for r in own], [r["memory_saved"] for r in own], marker="o", label=label)
-    axes.plot(list(PRINTED), list(PRINTED.values()), "kx", label="alpaca, paper")
-    axes.set_xlabel("beam width")
-    axes.set_ylabel("share of blocks saved")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Share of blocks that beams save by sharing, by the gap in nats between one candidate and the next."""
+    names = list(dict.fromkeys(r["workload"] for r in rows))
+    made = panels(figure, names, columns=2, share_y=True)
+    for name, axes in zip(names, made):
+        own = [r for r in rows if (r["workload"], r["hardware"]) == (name, rows[0]["hardware"])]
+        gaps = list(dict.fromkeys(r["gap"] for r in own))
+        series = [
+            mean_curve((r for r in own if r["gap"] == g), "width", "memory_saved", f"gap {g:g}") for g in gaps
+        ]
+        if name == "alpaca":
+            series.append(Series("paper", list(PRINTED), list(PRINTED.values()), printed=True))
+        curves(axes, series)
+        at_each(axes, [r["width"] for r in own])
+        label_axes(axes, "beam width", "share of blocks saved" if axes is made[0] else "")
+    from_zero(*made)
 
 
 EXPERIMENT = Experiment(

@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedjax.cache import PagedManager, TokenChain
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.trace import open_trace
 
@@ -71,19 +72,19 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for name in FILES:
-        for partial in (False, True):
-            own = [r for r in rows if r["trace"] == name and r["partial_reuse"] == partial]
-            if own:
-                label = f"{name}{', with parts of blocks' if partial else ''}"
-                axes.plot(
-                    [r["block_size"] for r in own], [r["hit_engine"] for r in own], marker="o", label=label
-                )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("prompt tokens from the cache")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Prompt tokens found by the engine's rules at each block size: whole blocks, and parts of blocks copied."""
+    made = panels(figure, list(FILES), columns=2, share_y=True)
+    for name, axes in zip(FILES, made):
+        series = [
+            Series(label, [r["block_size"] for r in own], [r["hit_engine"] for r in own])
+            for partial, label in ((False, "whole blocks"), (True, "and parts"))
+            if (own := [r for r in rows if r["trace"] == name and r["partial_reuse"] == partial])
+        ]
+        curves(axes, series)
+        at_each(axes, [r["block_size"] for r in rows], base=2)
+        label_axes(axes, "block size, tokens", "prompt tokens from the cache" if axes is made[0] else "")
+    from_zero(*made)
 
 
 EXPERIMENT = Experiment(

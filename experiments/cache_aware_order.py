@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
+from pagedjax.lab.drawing import at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.replay import BlockKeys, LRUStore, Refs
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -111,19 +112,20 @@ def _of_optimum(waiting: int) -> Value:
     return lambda rows: [a / b for a, b in zip(ours(rows), best(rows))]
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for name, waiting in dict.fromkeys((r["order"], r["waiting"]) for r in rows):
-        own = [r for r in rows if (r["order"], r["waiting"]) == (name, waiting)]
-        axes.plot(
-            [r["capacity"] for r in own],
-            [r["hit_by_token"] for r in own],
-            marker="o",
-            label=f"{name}, {waiting} waiting",
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit ratio by capacity under three orders of the waiting requests, means over seeds."""
+    waits = list(dict.fromkeys(r["waiting"] for r in rows))
+    made = panels(figure, [f"{w:,} requests waiting" for w in waits], columns=2, share_y=True)
+    for waiting, axes in zip(waits, made):
+        own = [r for r in rows if r["waiting"] == waiting]
+        names = list(dict.fromkeys(r["order"] for r in own))
+        curves(
+            axes,
+            [mean_curve((r for r in own if r["order"] == n), "capacity", "hit_by_token", n) for n in names],
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("capacity, blocks of 16 bytes")
-    axes.set_ylabel("hit ratio by token (counted)")
-    axes.legend(fontsize=8)
+        at_each(axes, [r["capacity"] for r in own], base=2)
+        label_axes(axes, "capacity, blocks of 16 bytes", "hit ratio by token" if axes is made[0] else "")
+    from_zero(*made)
 
 
 EXPERIMENT = Experiment(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
+from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels
 
 from ._decoder import NOTE, SIZES, SmallEngine, tokens
 
@@ -73,12 +74,22 @@ def _gain(longest: bool, column: str) -> Value:
     return pick
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Milliseconds to the first token by the prompt tokens that are cached, and of the whole request by its answer."""
+    first, whole = panels(figure, ["time to first token", "whole request"], columns=2)
     shortest = min(r["output_tokens"] for r in rows)
-    own = [r for r in rows if r["output_tokens"] == shortest]
-    axes.plot([r["cached_tokens"] for r in own], [r["ttft_ms"] for r in own], marker="o")
-    axes.set_xlabel("prompt tokens from the cache")
-    axes.set_ylabel("time to first token, ms (measured)")
+    own = [r for r in rows if r["output_tokens"] == shortest and r["longest"] is False] or rows
+    own = list({r["cached_tokens"]: r for r in own}.values())
+    curves(first, [Series("", [r["cached_tokens"] for r in own], [r["ttft_ms"] for r in own])], named=False)
+    label_axes(first, "prompt tokens from the cache", "ms (measured)")
+    cold, most = min(r["cached_tokens"] for r in rows), max(r["cached_tokens"] for r in rows)
+    series = []
+    for cached, label in ((cold, "nothing cached"), (most, f"{most} tokens cached")):
+        there = {r["output_tokens"]: r["latency_ms"] for r in rows if r["cached_tokens"] == cached}
+        series.append(Series(label, sorted(there), [there[n] for n in sorted(there)]))
+    curves(whole, series if cold != most else series[:1])
+    label_axes(whole, "tokens of the answer", "ms (measured)")
+    from_zero(first, whole)
 
 
 EXPERIMENT = Experiment(

@@ -20,6 +20,7 @@ import numpy as np
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
+from pagedjax.lab.drawing import dots, label_axes, panels
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -167,15 +168,17 @@ def _shared() -> Iterator[TableRow]:
     yield {"source": "ChunkAttention", "figure": "shared_read", "simulated": x, "printed": None}
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for source in dict.fromkeys(r["source"] for r in rows):
-        own = [r for r in rows if r["source"] == source and r["printed"]]
-        ratios = [r["simulated"] / r["printed"] for r in own]
-        axes.plot(ratios, range(len(own)), "o", label=source)
-    axes.axvline(1.0, linewidth=0.8)
-    axes.set_xlabel("simulated over printed")
-    axes.set_yticks([])
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Simulated over printed for every figure with a printed value; the line is equality, the band is ten per cent."""
+    own = [r for r in rows if r["printed"]]
+    sources = list(dict.fromkeys(r["source"] for r in own))
+    names = [f"{r['figure'][:44]} ({r['source']})" for r in own]
+    (axes,) = panels(figure, ["simulated over printed"], width=7.4, height=0.8 + 0.18 * len(own))
+    axes.axvspan(0.9, 1.1, color="#eeeeee", zorder=0)
+    axes.axvline(1.0, color="#555555", linewidth=0.7, gid="rule")
+    series = {s: [r["simulated"] / r["printed"] if r["source"] == s else None for r in own] for s in sources}
+    dots(axes, names, series, key=False)
+    label_axes(axes, "ratio")
 
 
 _FILES = dict(zip(PRINTED, MACHINES))

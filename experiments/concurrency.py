@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pagedjax.lab import Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import document_questions
 
@@ -73,16 +72,21 @@ def _hit(documents: int, running: int) -> Callable[[str], Value]:
     )
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for documents in dict.fromkeys(r["documents"] for r in rows):
-        own = [r for r in rows if (r["documents"], r["hardware"]) == (documents, MACHINES[0])]
-        counts = list(dict.fromkeys(r["running"] for r in own))
-        means = [np.mean([r["hit_by_token"] for r in own if r["running"] == n]) for n in counts]
-        axes.plot(counts, means, marker="o", label=f"{documents} documents")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("sequences that run at once, at most")
-    axes.set_ylabel("hit rate by token (simulated)")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit rate by the number of sequences that may run at once, means over seeds."""
+    (axes,) = panels(figure, [rows[0]["hardware"]], width=5.0)
+    own = [r for r in rows if r["hardware"] == rows[0]["hardware"]]
+    many = list(dict.fromkeys(r["documents"] for r in own))
+    curves(
+        axes,
+        [
+            mean_curve((r for r in own if r["documents"] == d), "running", "hit_by_token", f"{d} documents")
+            for d in many
+        ],
+    )
+    at_each(axes, [r["running"] for r in own], base=2)
+    from_zero(axes)
+    label_axes(axes, "sequences that run at once, at most", "hit rate by token (simulated)")
 
 
 EXPERIMENT = Experiment(

@@ -21,6 +21,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import SamplingParams
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -182,16 +183,23 @@ def _value(column: str, method: str, width: int, decoder: str) -> Value:
     return cell(column, least=7, method=method, width=width, decoder=decoder)
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for method, printed in PRINTED.items():
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Share of blocks saved by sharing between beams or samples: decoded by a model, simulated, and printed."""
+    made = panels(figure, list(PRINTED), columns=2, share_y=True)
+    for (method, printed), axes in zip(PRINTED.items(), made):
         own = [r for r in rows if r["method"] == method and "memory_saved" in r]
         widths = [r["width"] for r in own]
-        axes.plot(widths, [r["memory_saved"] for r in own], marker="o", label=f"{method}, decoded")
-        axes.plot(widths, [r["simulated_saved"] for r in own], ":", label=f"{method}, simulated")
-        axes.plot(list(printed), list(printed.values()), "x", label=f"{method}, paper")
-    axes.set_xlabel("beams, or samples, per request")
-    axes.set_ylabel("share of blocks saved")
-    axes.legend(fontsize=8)
+        curves(
+            axes,
+            [
+                Series("decoded", widths, [r["memory_saved"] for r in own]),
+                Series("simulated", widths, [r["simulated_saved"] for r in own]),
+                Series("paper", list(printed), list(printed.values()), printed=True),
+            ],
+        )
+        at_each(axes, widths)
+        label_axes(axes, "beams, or samples, per request", "share of blocks saved" if axes is made[0] else "")
+    from_zero(*made)
 
 
 _FIG = "PagedAttention Fig. 15"

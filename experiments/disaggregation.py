@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
+from pagedjax.lab.drawing import at_each, curves, label_axes, mean_curve, panels, plain_log, rule
 from pagedjax.sim.fleet import Arrivals, LinkSpec, run_fleet
 
-from ._fleet import CONVERSATION, LLAMA, instances, mooncake, panels, row
+from ._fleet import CONVERSATION, LLAMA, instances, mooncake, row
 
 TOTAL = 8
 PREFILL = (0, 3, 4, 5, 6, 7)  # of 8 instances; 0: all are mixed
@@ -61,35 +62,25 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Eight instances split into those that compute prompts and those that decode, by the wire between them."""
     columns = {
-        "ttft_p90_s": "p90 TTFT, s",
+        "ttft_p90_s": "p90 time to first token, s",
         "tbt_p99_s": "p99 between tokens, s",
         "goodput_share": f"share within {LIMITS['ttft_limit_s']:g} s and {1e3 * LIMITS['tpot_limit_s']:g} ms",
     }
-    for (column, _), inset in zip(columns.items(), panels(axes, list(columns.values()), 3)):
+    made = panels(figure, list(columns.values()), columns=1, width=6.0, height=2.1)
+    for column, axes in zip(columns, made):
         mixed = [r[column] for r in rows if not r["prefill"]]
-        for wire in dict.fromkeys(r["wire"] for r in rows if r["prefill"]):
-            own = [r for r in rows if r["prefill"] and r["wire"] == wire]
-            (line,) = inset.plot(
-                [r["prefill"] for r in own], [r[column] for r in own], marker=".", linewidth=0.8
-            )
-            inset.annotate(
-                wire,
-                (own[-1]["prefill"], own[-1][column]),
-                fontsize=4,
-                color=line.get_color(),
-                ha="right",
-                va="bottom",
-            )
-        if mixed:
-            inset.axhline(mixed[0], color="black", linewidth=0.6, linestyle=":")
-            inset.annotate(
-                "all mixed", (0.02, mixed[0]), xycoords=("axes fraction", "data"), fontsize=5, va="bottom"
-            )
+        own = [r for r in rows if r["prefill"]]
+        wires = list(dict.fromkeys(r["wire"] for r in own))
+        curves(axes, [mean_curve((r for r in own if r["wire"] == w), "prefill", column, w) for w in wires])
         if column != "goodput_share":
-            inset.set_yscale("log")
-        inset.set_xlabel("prefill instances of 8", fontsize=6, labelpad=0)
+            plain_log(axes.yaxis, axes.set_yscale)
+        if mixed:
+            rule(axes, mixed[0], "all mixed")
+        at_each(axes, [r["prefill"] for r in own])
+    label_axes(made[-1], "prefill instances of 8")
 
 
 _LAYERS, _WHOLE = "400 Gbit/s, layers", "400 Gbit/s, whole"

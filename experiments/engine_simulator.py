@@ -20,6 +20,7 @@ from pagedjax.engine import StepRecord
 from pagedjax.engine.request import RequestOutput
 from pagedjax.engine.step import StepPlan
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
+from pagedjax.lab.drawing import bars, label_axes, panels
 from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
 from pagedjax.sim.simulator import hash_plan, simulate
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -180,14 +181,21 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for k, column in enumerate(("measured_s", "by_program_s", "calibrated_s")):
-        axes.bar(
-            [i + 0.3 * k for i in range(len(rows))], [r.get(column, 0.0) for r in rows], 0.3, label=column
-        )
-    axes.set_xticks([i + 0.3 for i in range(len(rows))], [f"{r['index']} index" for r in rows])
-    axes.set_ylabel("seconds of all steps")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Seconds of all steps of one workload: measured, and predicted by two models of a step's time."""
+    (axes,) = panels(figure, ["all steps of a run on the device"], width=6.0)
+    columns = {
+        "measured_s": "measured",
+        "by_program_s": "from each program's time",
+        "calibrated_s": "calibrated model",
+    }
+    there = {
+        label: [r.get(column) for r in rows]
+        for column, label in columns.items()
+        if any(column in r for r in rows)
+    }
+    bars(axes, [f"{r['index']} index" for r in rows], there)
+    label_axes(axes, "seconds")
 
 
 EXPERIMENT = Experiment(

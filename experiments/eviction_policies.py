@@ -15,6 +15,7 @@ from typing import Any
 from pagedjax.cache import POLICIES
 from pagedjax.cache.policies import Belady
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
+from pagedjax.lab.drawing import dots, label_axes, panels, short
 from pagedjax.sim.curve import belady_bound, load_references
 from pagedjax.sim.replay import PolicyStore, future_of, replay
 from pagedjax.sim.trace import Trace, open_trace
@@ -66,14 +67,25 @@ def _lead(trace: str, capacity: int, worse: str) -> Value:
     return pick
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    trace = "conversation" if any(r["trace"] == "conversation" for r in rows) else rows[0]["trace"]
-    own = [r for r in rows if r["trace"] == trace]
-    for name in list(own[0])[3:]:
-        axes.plot([r["capacity_blocks"] for r in own], [r[name] for r in own], marker="o", label=name)
-    axes.set_xlabel(f"capacity, blocks ({trace})")
-    axes.set_ylabel("hit ratio by block")
-    axes.legend(fontsize=7, ncols=2)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit ratio of every policy at each capacity, a panel for each trace; `bound` is Belady's, and no policy's."""
+    traces = list(dict.fromkeys(r["trace"] for r in rows))
+    fixed = ("trace", "capacity_blocks", "block_size")
+    names = [c for c in dict.fromkeys(c for r in rows for c in r) if c not in fixed]
+    last = [r for r in rows if r["trace"] == traces[0]]
+    middle = last[len(last) // 2]
+    names.sort(key=lambda name: -(middle.get(name) or 0.0))
+    capacities = list(dict.fromkeys(r["capacity_blocks"] for r in rows))
+    made = panels(figure, traces, columns=len(traces), height=0.9 + 0.24 * len(names))
+    for trace, axes in zip(traces, made):
+        own = {r["capacity_blocks"]: r for r in rows if r["trace"] == trace}
+        series = {
+            f"{short(c)} blocks": [own[c].get(n) if c in own else None for n in names] for c in capacities
+        }
+        first = axes is made[0]
+        dots(axes, names if first else [""] * len(names), series, key=first, room=len(capacities))
+        axes.set_xlim(left=0)
+        label_axes(axes, f"hit ratio, blocks of {next(iter(own.values()))['block_size']} tokens")
 
 
 _TABLE = "Mooncake report, Table 1 (another trace)"

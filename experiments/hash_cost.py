@@ -17,6 +17,7 @@ import numpy as np
 from pagedjax.cache import TokenChain
 from pagedjax.cache.hashing import HASHES
 from pagedjax.lab import Experiment, TableRow, Unit
+from pagedjax.lab.drawing import at_each, curves, label_axes, mean_curve, panels, plain_log
 
 
 def _units(smoke: bool, seed: int) -> list[Unit]:
@@ -47,17 +48,20 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
         }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for name in dict.fromkeys(r["hash"] for r in rows):
-        own = [r for r in rows if r["hash"] == name]
-        axes.plot(
-            [r["block_size"] for r in own], [r["us_per_1000_tokens"] for r in own], marker="o", label=name
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("µs per 1,000 tokens")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Microseconds to name the blocks of 1,000 tokens, by hash and block size."""
+    (axes,) = panels(figure, ["hashing 1,000 tokens"], width=5.0)
+    names = list(dict.fromkeys(r["hash"] for r in rows))
+    curves(
+        axes,
+        [
+            mean_curve((r for r in rows if r["hash"] == n), "block_size", "us_per_1000_tokens", n)
+            for n in names
+        ],
+    )
+    at_each(axes, [r["block_size"] for r in rows], base=2)
+    plain_log(axes.yaxis, axes.set_yscale)
+    label_axes(axes, "block size, tokens", "µs (measured)")
 
 
 EXPERIMENT = Experiment(

@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedjax.cache import PagedManager, TokenChain
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
+from pagedjax.lab.drawing import from_zero, label_axes, panels
 
 PROMPT = 256
 
@@ -89,13 +90,17 @@ for(const i of"npb")$(i).oninput=draw;draw()</script></html>
 """
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for size in sorted({r["block_size"] for r in rows if r["prompt"] == PROMPT}):
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Tokens found of a prompt by the length of the prefix it has in common with one that was served, by block size."""
+    sizes = sorted({r["block_size"] for r in rows if r["prompt"] == PROMPT})
+    made = panels(figure, [f"blocks of {size}" for size in sizes], columns=3, share_y=True, height=1.7)
+    for size, axes in zip(sizes, made):
         own = [r for r in rows if r["block_size"] == size and r["prompt"] == PROMPT]
-        axes.step([r["prefix"] for r in own], [r["hit_tokens"] for r in own], where="post", label=f"{size}")
-    axes.set_xlabel("common prefix, tokens")
-    axes.set_ylabel(f"hit tokens of {PROMPT}")
-    axes.legend(title="block size", fontsize=8)
+        x, y = [r["prefix"] for r in own], [r["hit_tokens"] for r in own]
+        axes.plot(x, x, color="#999999", linewidth=0.7, linestyle=":", gid="rule")
+        axes.step(x, y, where="post", color="black", linewidth=1.2)
+        label_axes(axes, "common prefix, tokens", f"hit, of {PROMPT}" if axes in made[::3] else "")
+    from_zero(*made)
 
 
 _CASE = {"prompt": 14, "prefix": 10, "block_size": 4}

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
+from pagedjax.lab.drawing import dots, panels
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.trace import Trace, TraceRequest
 
-from ._fleet import LLAMA, NAMES, dots, instances, panels, row
+from ._fleet import LLAMA, NAMES, instances, row
 
 PREFIXES, PREFIX, QUESTION, OUTPUT = 16, 6000, 200, 100
 SKEWS = (0.0, 1.0, 2.0)
@@ -61,7 +62,8 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     yield row(result, **{c: unit[c] for c in ("router", "skew", "rate", "seed")})
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Routers under prefixes of unequal popularity (skew of a Zipf law), best worst wait first."""
     columns = {
         "hit_by_token": "hit rate",
         "imbalance": "busy time, largest over mean",
@@ -69,12 +71,14 @@ def _plot(rows: list[TableRow], axes: Any) -> None:
     }
     worst = {r["router"]: r["ttft_p99_s"] for r in rows}  # the last skew of each
     names = sorted(worst, key=lambda name: worst[name])
-    for (column, _), inset in zip(columns.items(), panels(axes, list(columns.values()), 3, left=0.3)):
-        found = {(r["router"], r["skew"]): r[column] for r in rows}
+    found = {(r["router"], r["skew"]): r for r in rows}
+    for place, (column, axes) in enumerate(zip(columns, panels(figure, list(columns.values()), height=3.6))):
         series = {
-            f"skew {s:g}": [found.get((n, s)) for n in names] for s in dict.fromkeys(r["skew"] for r in rows)
+            f"skew {s:g}": [found[n, s][column] if (n, s) in found else None for n in names]
+            for s in dict.fromkeys(r["skew"] for r in rows)
         }
-        dots(inset, names, series, log=column == "ttft_p99_s")
+        shown = [""] * len(names) if place else names
+        dots(axes, shown, series, log=column == "ttft_p99_s", key=not place, room=len(series))
 
 
 def _at(router: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedjax.cache import INDEXES, PagedManager, TokenChain
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import bars, label_axes, panels
 from pagedjax.sim.synth import agents, chat, document_questions, few_shot, system_prompt
 from pagedjax.sim.trace import Trace
 
@@ -95,14 +96,15 @@ def _share(traffic: str) -> Value:
     return cell("hit_engine", traffic=traffic, index="hash", pool="ample")
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Share of prompt tokens found by each index under LRU in an ample pool, a panel for each kind of traffic."""
+    kinds = [t for t in TRAFFIC if any(r["traffic"] == t for r in rows)]
     names = list(INDEXES)
-    for k, index in enumerate(names):
-        own = [r for r in rows if (r["index"], r["pool"]) == (index, "ample")]
-        axes.bar([i + 0.25 * k for i in range(len(own))], [r["hit_engine"] for r in own], 0.25, label=index)
-    axes.set_xticks(range(len(TRAFFIC)), list(TRAFFIC), fontsize=8)
-    axes.set_ylabel("prompt tokens from the cache")
-    axes.legend(fontsize=8)
+    for kind, axes in zip(kinds, panels(figure, kinds, height=1.5)):
+        found = {r["index"]: r["hit_engine"] for r in rows if (r["traffic"], r["pool"]) == (kind, "ample")}
+        bars(axes, names, {"": [found.get(name) for name in names]})
+        axes.set_xlim(0, 1.15)
+        label_axes(axes, "prompt tokens from the cache")
 
 
 EXPERIMENT = Experiment(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Experiment, TableRow, Unit, Value
+from pagedjax.lab.drawing import Series, curves, label_axes, mean_curve, panels, plain_log, rule
 from pagedjax.sim.simulator import Beams, simulate
 
 from ._serving import (
@@ -146,31 +147,25 @@ def _over(name: str, system: str, other: str) -> Callable[[str], Value]:
     return value
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    colours = dict(
-        zip((*SYSTEMS, "paged+sharing"), ("tab:gray", "tab:olive", "tab:orange", "tab:blue", "tab:green"))
-    )
-    styles = dict(zip(SETTINGS, ("-", "--", (0, (1, 1)), ":", "-.", (0, (5, 1)))))
-    first = (rows[0]["hardware"], rows[0]["seed"])
-    for name, system in dict.fromkeys((r["workload"], r["system"]) for r in rows):
-        own = [
-            r
-            for r in rows
-            if (r["workload"], r["system"], r["hardware"], r["seed"]) == (name, system, *first)
-        ]
-        axes.plot(
-            [r["rate_per_s"] for r in own],
-            [r["normalized_s"] for r in own],
-            color=colours[system],
-            linestyle=styles[name],
-            label=f"{name}, {system}",
-        )
-    axes.set_xscale("log")
-    axes.set_ylim(0, LIMIT_S)
-    axes.axhline(SIMILAR_S, linewidth=0.5)
-    axes.set_xlabel("requests per second")
-    axes.set_ylabel("normalized latency, s per token (simulated)")
-    axes.legend(fontsize=5, ncols=2)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Normalized latency against the rate of requests; the dotted line is where rates are compared."""
+    names = [n for n in SETTINGS if any(r["workload"] == n for r in rows)]
+    systems = (*SYSTEMS, "paged+sharing")
+    style = {system: i for i, system in enumerate(systems)}
+    made = panels(figure, names, columns=2, height=2.4)
+    for name, axes in zip(names, made):
+        own = [r for r in rows if (r["workload"], r["hardware"]) == (name, rows[0]["hardware"])]
+        series = []
+        for system in systems:
+            one = mean_curve((r for r in own if r["system"] == system), "rate_per_s", "normalized_s", system)
+            below = [i for i, y in enumerate(one.y) if y <= LIMIT_S]
+            last = max(below, default=-1) + 2  # to where it leaves the panel
+            series.append(Series(system, one.x[:last], one.y[:last], one.half[:last]))
+        curves(axes, series, style=style)
+        axes.set_ylim(0, LIMIT_S)
+        rule(axes, SIMILAR_S, "")
+        plain_log(axes.xaxis, axes.set_xscale)
+        label_axes(axes, "requests per second", "s per token" if axes in made[::2] else "")
 
 
 EXPERIMENT = Experiment(

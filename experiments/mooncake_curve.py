@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels, plain_log
 from pagedjax.sim.curve import belady_bound, load_references, lru_curve
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.trace import open_trace
@@ -74,17 +75,19 @@ def _at(trace: str, tokens: int | None, column: str) -> Value:
     return cell(column, trace=trace, block_size=BLOCK, capacity_tokens=tokens)
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for name in FILES:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit ratio by block of LRU and Belady's bound against capacity, a panel for each trace."""
+    made = panels(figure, list(FILES), columns=2, share_y=True)
+    for name, axes in zip(FILES, made):
         own = [r for r in rows if r["trace"] == name and r["block_size"] == BLOCK and r["capacity_tokens"]]
-        at = [r["capacity_tokens"] for r in own]
-        axes.plot(at, [r["lru_by_block"] for r in own], marker="o", label=f"{name}, LRU")
-        if all("bound_by_block" in r for r in own):
-            axes.plot(at, [r["bound_by_block"] for r in own], linestyle=":", label=f"{name}, bound")
-    axes.set_xscale("log")
-    axes.set_xlabel("capacity, tokens")
-    axes.set_ylabel("hit ratio by block")
-    axes.legend(fontsize=8)
+        series = []
+        for column, label in (("lru_by_block", "LRU"), ("bound_by_block", "bound")):
+            there = [r for r in own if r.get(column) is not None]
+            series.append(Series(label, [r["capacity_tokens"] for r in there], [r[column] for r in there]))
+        curves(axes, series)
+        plain_log(axes.xaxis, axes.set_xscale)
+        label_axes(axes, "capacity, tokens", "hit ratio by block" if axes is made[0] else "")
+    from_zero(*made)
 
 
 _TABLE = "Mooncake FAST'25, Table 2"

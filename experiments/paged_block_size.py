@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, ratio
+from pagedjax.lab.drawing import at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.simulator import simulate
 
 from ._serving import (
@@ -63,16 +64,16 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    first = (rows[0]["hardware"], rows[0]["seed"])
-    for name in dict.fromkeys(r["workload"] for r in rows):
-        own = [r for r in rows if (r["workload"], r["hardware"], r["seed"]) == (name, *first)]
-        axes.plot([r["block_size"] for r in own], [r["normalized_s"] for r in own], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("normalized latency, s per token (simulated)")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Normalized latency at each block size, means over seeds."""
+    names = list(dict.fromkeys(r["workload"] for r in rows))
+    made = panels(figure, names, columns=2)
+    for name, axes in zip(names, made):
+        own = [r for r in rows if (r["workload"], r["hardware"]) == (name, rows[0]["hardware"])]
+        curves(axes, [mean_curve(own, "block_size", "normalized_s", name)], named=False)
+        at_each(axes, [r["block_size"] for r in own], base=2)
+        label_axes(axes, "block size, tokens", "s per token (simulated)" if axes is made[0] else "")
+    from_zero(*made)
 
 
 def _over_16(name: str, size: int) -> Claim:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.simulator import simulate
 
 from ._serving import (
@@ -75,15 +76,16 @@ def _value(name: str, n: int) -> Callable[[str], Value]:
     return lambda machine: cell("memory_saved", least=5, workload=name, n=n, hardware=machine)
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    first = (rows[0]["hardware"], rows[0]["seed"])
-    for name in dict.fromkeys(r["workload"] for r in rows):
-        own = [r for r in rows if (r["workload"], r["hardware"], r["seed"]) == (name, *first)]
-        axes.plot([r["n"] for r in own], [r["memory_saved"] for r in own], marker="o", label=name)
-    axes.plot(list(PRINTED), list(PRINTED.values()), "x", label="alpaca, paper")
-    axes.set_xlabel("samples per request")
-    axes.set_ylabel("share of blocks saved")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Share of blocks that samples of one prompt save by sharing it, beside the printed ones."""
+    (axes,) = panels(figure, [rows[0]["hardware"]], width=5.0)
+    own = [r for r in rows if r["hardware"] == rows[0]["hardware"]]
+    names = list(dict.fromkeys(r["workload"] for r in own))
+    series = [mean_curve((r for r in own if r["workload"] == n), "n", "memory_saved", n) for n in names]
+    curves(axes, [*series, Series("alpaca, paper", list(PRINTED), list(PRINTED.values()), printed=True)])
+    at_each(axes, [r["n"] for r in own])
+    from_zero(axes)
+    label_axes(axes, "samples per request", "share of blocks saved")
 
 
 EXPERIMENT = Experiment(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.replay import LRUStore, replay
 from pagedjax.sim.trace import open_trace
 
@@ -67,20 +68,25 @@ def _lost(trace: str, capacity: int) -> Value:
     return pick
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    for trace, order in dict.fromkeys((r["trace"], r["order"]) for r in rows):
-        own = [r for r in rows if (r["trace"], r["order"]) == (trace, order)]
-        axes.plot(
-            [r["capacity_blocks"] for r in own],
-            [r["hit_by_block"] for r in own],
-            marker="o",
-            linestyle="-" if order == ORDERS[0] else ":",
-            label=f"{trace}, {order}",
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit ratio where a request's blocks are released tail first, and what head first loses of it, by capacity."""
+    traces = list(dict.fromkeys(r["trace"] for r in rows))
+    titles = [*(f"{t}: tail first" for t in traces), *(f"{t}: lost by head first" for t in traces)]
+    made = panels(figure, titles, columns=len(traces), height=1.9)
+    for i, axes in enumerate(made):
+        trace = traces[i % len(traces)]
+        found = {(r["capacity_blocks"], r["order"]): r["hit_by_block"] for r in rows if r["trace"] == trace}
+        at = sorted({capacity for capacity, _ in found})
+        tail = [found[c, ORDERS[0]] for c in at]
+        y = tail if i < len(traces) else [t - found[c, ORDERS[1]] for c, t in zip(at, tail)]
+        curves(axes, [Series("", at, y)], named=False)
+        at_each(axes, at, base=10)
+        label_axes(
+            axes,
+            "capacity, blocks" if i >= len(traces) else "",
+            "hit ratio by block" if not i % len(traces) else "",
         )
-    axes.set_xscale("log")
-    axes.set_xlabel("capacity, blocks")
-    axes.set_ylabel("hit ratio by block (counted)")
-    axes.legend(fontsize=8)
+    from_zero(*made)
 
 
 EXPERIMENT = Experiment(

@@ -15,21 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell, ratio
+from pagedjax.lab.drawing import dots, panels, short
 from pagedjax.sim.fleet import Arrivals, run_fleet
 
-from ._fleet import (
-    AGENTIC,
-    CONVERSATION,
-    LLAMA,
-    NAMES,
-    agents,
-    dots,
-    instances,
-    mooncake,
-    panels,
-    row,
-    shared_prefixes,
-)
+from ._fleet import AGENTIC, CONVERSATION, LLAMA, NAMES, agents, instances, mooncake, row, shared_prefixes
 
 # Times the conversation trace's rate; eight instances compute about six times it.
 RATES = (3.0, 5.0)
@@ -85,25 +74,26 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     yield row(result, **{c: unit[c] for c in columns})
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    """A column for each workload, hits above and waiting below; routers in the order of the conversation's waiting."""
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hits above and waiting below, a column for each workload; routers in the order of the conversation's waiting."""
     found = {(r["workload"], r["kv_tokens"], r["rate"], r["router"]): r for r in rows[::-1]}
     order = {
         r["router"]: r["ttft_mean_s"] for r in rows if r["workload"] == "conversation"
     }  # the higher rate
     workloads = list(dict.fromkeys(r["workload"] for r in rows))
     titles = [f"{w}: {what}" for what in ("hit rate", "mean TTFT, s") for w in workloads]
-    for i, inset in enumerate(panels(axes, titles, len(workloads), left=0.26)):
+    for i, axes in enumerate(panels(figure, titles, columns=len(workloads), height=3.8)):
         workload, column = workloads[i % len(workloads)], ("hit_by_token", "ttft_mean_s")[i // len(workloads)]
         own = [r for r in rows if r["workload"] == workload]
-        names = sorted({r["router"] for r in own}, key=lambda name: order.get(name, 0.0))
+        names = sorted({r["router"] for r in rows}, key=lambda name: order.get(name, 0.0))
         series = {}
         for tokens, rate in dict.fromkeys((r["kv_tokens"], r["rate"]) for r in own):
-            memory = f"{tokens:,} KV tokens" if tokens else "all KV"
+            memory = f"{short(tokens)} KV tokens" if tokens else "all KV"
             label = f"{rate:g} x rate" if workload == "conversation" else memory
             cells = [found.get((workload, tokens, rate, name)) for name in names]
             series[label] = [None if cell is None else cell[column] for cell in cells]
-        dots(inset, names, series, log=column == "ttft_mean_s")
+        shown = names if not i % len(workloads) else [""] * len(names)
+        dots(axes, shown, series, log=column == "ttft_mean_s", room=3)
 
 
 def _at(router: str, workload: str = "shared-prefix", kv_tokens: int = 0) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit
+from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels
 from pagedjax.sim.fleet import Change, run_fleet
 from pagedjax.sim.synth import Arrivals, chat
 
-from ._fleet import LLAMA, instances, label_ends, panels
+from ._fleet import LLAMA, instances
 
 ROUTERS = ("round-robin", "session", "prefix-hash", "cache-aware", "kv-overlap", "preble")
 SPAN_S, BIN_S = 240.0, 10.0
@@ -63,27 +64,30 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
             }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """A fleet that an instance joins and another dies in: hits, waiting, and the share that the new one gets."""
     columns = {
         "hit_by_token": "hit rate",
         "ttft_p90_s": "p90 TTFT, s",
         "new_share": "share of requests at the new one",
     }
     names = list(dict.fromkeys(r["router"] for r in rows))
-    for (column, _), inset in zip(columns.items(), panels(axes, list(columns.values()), 3)):
-        ends, colours = [], []
-        for i, name in enumerate(names):
-            own = [r for r in rows if r["router"] == name]
-            inset.plot([r["second"] for r in own], [r[column] for r in own], linewidth=0.7, color=f"C{i}")
-            ends.append((own[-1]["second"], own[-1][column], name))
-            colours.append(f"C{i}")
-        last = max(r["second"] for r in rows)
+    last = max(r["second"] for r in rows)
+    made = panels(figure, list(columns.values()), columns=1, width=7.0, height=2.0)
+    for column, axes in zip(columns, made):
+        own = [[r for r in rows if r["router"] == name and r[column] is not None] for name in names]
+        curves(
+            axes, [Series(n, [r["second"] for r in o], [r[column] for r in o]) for n, o in zip(names, own)]
+        )
         for part, word in ((JOINS_S / SPAN_S, "joins"), (DIES_S / SPAN_S, "dies")):
-            inset.axvline(part * last, color="gray", linewidth=0.4)
-            inset.annotate(word, (part * last, 1.0), xycoords=("data", "axes fraction"), fontsize=5, va="top")
-        inset.set_xlim(0, 1.45 * last)
-        label_ends(inset, ends, colours)
-        inset.set_xlabel("second", fontsize=6, labelpad=0)
+            axes.axvline(part * last, color="#777777", linewidth=0.6, gid="rule")
+            if axes is made[0]:
+                axes.annotate(
+                    word, (part * last, 1.0), xycoords=("data", "axes fraction"), xytext=(2, 0),
+                    textcoords="offset points", fontsize=7, va="bottom",
+                )  # fmt: skip
+    from_zero(*made)
+    label_axes(made[-1], "second")
 
 
 def _change(router: str, column: str, before: float, after: float) -> Any:

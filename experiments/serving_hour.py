@@ -16,6 +16,7 @@ from typing import Any
 from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, ratio
+from pagedjax.lab.drawing import bars, label_axes, panels
 from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
@@ -68,15 +69,16 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Seconds to the first token with and without the prefix cache: the median, and the slowest of a hundred."""
     own = rows[:2]
-    names = ["with prefix cache" if r["prefix_caching"] else "without" for r in own]
-    for k, column in enumerate(("ttft_p50_s", "ttft_p99_s")):
-        axes.bar([i + 0.4 * k for i in range(len(own))], [r[column] for r in own], 0.4, label=column)
-    axes.set_xticks([i + 0.2 for i in range(len(own))], names)
-    axes.set_yscale("log")
-    axes.set_ylabel("seconds (simulated)")
-    axes.legend(fontsize=8)
+    names = ["prefix cache" if r["prefix_caching"] else "none" for r in own]
+    columns = {"ttft_p50_s": "median time to first token", "ttft_p99_s": "p99 time to first token"}
+    for (column, _), axes in zip(
+        columns.items(), panels(figure, list(columns.values()), columns=2, height=1.5)
+    ):
+        bars(axes, names, {"": [r[column] for r in own]})
+        label_axes(axes, "seconds (simulated)")
 
 
 def _with_over_without(column: str, host: str, until_s: float | None) -> Value:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
+from pagedjax.lab.drawing import curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.fleet import Arrivals as Times
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.synth import Arrivals, chat
 
-from ._fleet import CONVERSATION, LLAMA, instances, label_ends, mooncake, panels, row
+from ._fleet import CONVERSATION, LLAMA, instances, mooncake, row
 
 ROUTERS = ("kv-overlap", "load-aware", "mooncake")
 DELAYS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -75,30 +76,31 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     yield row(result, **{c: unit[c] for c in ("workload", "router", "knowledge", "delay_s", "seed")})
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Routers that are told of caches late, by the reports' delay; crosses: their own guess in place of reports."""
     names = list(dict.fromkeys(r["workload"] for r in rows))
     titles = [f"{name}: {what}" for name in names for what in ("hit rate", "p90 TTFT, s")]
-    for i, inset in enumerate(panels(axes, titles, 2)):
+    made = panels(figure, titles, columns=2)
+    routers = list(dict.fromkeys(r["router"] for r in rows))
+    for i, axes in enumerate(made):
         name, column = names[i // 2], ("hit_by_token", "ttft_p90_s")[i % 2]
-        ends, colours = [], []
-        for k, router in enumerate(dict.fromkeys(r["router"] for r in rows)):
+        series = []
+        for router in routers:
             own = [r for r in rows if (r["workload"], r["router"], r["knowledge"]) == (name, router, "exact")]
-            inset.plot(
-                [r["delay_s"] for r in own],
-                [r[column] for r in own],
-                marker=".",
-                linewidth=0.8,
-                color=f"C{k}",
-            )
-            ends.append((own[-1]["delay_s"], own[-1][column], router))
-            colours.append(f"C{k}")
-            for r in rows:
-                if (r["workload"], r["router"], r["knowledge"]) == (name, router, "approximate"):
-                    inset.axhline(r[column], color=f"C{k}", linewidth=0.5, linestyle=":")
-        inset.set_xscale("symlog", linthresh=0.1)
-        inset.set_xlim(0, 200)
-        label_ends(inset, ends, colours)
-        inset.set_xlabel("reports' delay, s (dotted: its own guess instead)", fontsize=6, labelpad=0)
+            series.append(mean_curve(own, "delay_s", column, router))
+        curves(axes, series)
+        for k, router in enumerate(routers):
+            guess = [
+                r[column]
+                for r in rows
+                if (r["workload"], r["router"], r["knowledge"]) == (name, router, "approximate")
+            ]
+            if guess:
+                axes.plot([200], guess[:1], "x", color=f"C{k}", gid="guess")
+        axes.set_xscale("symlog", linthresh=0.1)
+        axes.set_xlim(-0.01, 300)
+        label_axes(axes, "delay of reports, s" if i >= len(made) - 2 else "")
+    from_zero(*made)
 
 
 def _at(delay_s: float, router: str = "kv-overlap", workload: str = "chat") -> dict[str, Any]:

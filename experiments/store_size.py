@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
+from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels
 from pagedjax.sim.fleet import Arrivals, StoreSpec, run_fleet
 
-from ._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, panels, row
+from ._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, row
 
 FILES = {"conversation": (CONVERSATION, 3000, 3.0), "synthetic": (SYNTHETIC, 3993, 3.0)}
 TOKENS = (0, 300_000, 1_000_000, 3_000_000, 10_000_000)  # of each node's memory
@@ -78,37 +79,26 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hits and waiting by the memory behind the pools, each node's own or pooled; crosses: with a disk as well."""
     names = list(dict.fromkeys(r["workload"] for r in rows))
     titles = [f"{name}: {what}" for name in names for what in ("hit rate", "mean TTFT, s")]
-    for i, inset in enumerate(panels(axes, titles, 2)):
+    made = panels(figure, titles, columns=2)
+    for i, axes in enumerate(made):
         name, column = names[i // 2], ("hit_by_token", "ttft_mean_s")[i % 2]
-        for pooled, label in ((False, "each node its own"), (True, "one pool")):
-            own = [r for r in rows if r["workload"] == name and not r["disk_tokens"]]
-            own = [r for r in own if r["pooled"] == pooled or not r["tokens"]]
-            (line,) = inset.plot(
-                [r["tokens"] / 1e6 for r in own], [r[column] for r in own], marker=".", linewidth=0.8
-            )
-            last = own[-1]
-            inset.annotate(
-                label,
-                (last["tokens"] / 1e6, last[column]),
-                fontsize=5,
-                color=line.get_color(),
-                ha="right",
-                va="bottom",
-            )
-        for r in (r for r in rows if r["workload"] == name and r["disk_tokens"]):
-            inset.plot(r["tokens"] / 1e6, r[column], "x", color="black", markersize=4)
-            inset.annotate(
-                "with disk",
-                (r["tokens"] / 1e6, r[column]),
-                xytext=(3, 0),
-                textcoords="offset points",
-                fontsize=5,
-            )
-        inset.set_xscale("symlog", linthresh=0.3)
-        inset.set_xlabel("tokens of each node's memory, millions", fontsize=6, labelpad=0)
+        mine = [r for r in rows if r["workload"] == name]
+        series = []
+        for pooled, label in ((False, "each its own"), (True, "one pool")):
+            own = [r for r in mine if not r["disk_tokens"] and (r["pooled"] == pooled or not r["tokens"])]
+            series.append(Series(label, [r["tokens"] / 1e6 for r in own], [r[column] for r in own]))
+        disk = [r for r in mine if r["disk_tokens"]]
+        series.append(
+            Series("with disk", [r["tokens"] / 1e6 for r in disk], [r[column] for r in disk], printed=True)
+        )
+        curves(axes, series)
+        axes.set_xscale("symlog", linthresh=0.3)
+        label_axes(axes, "millions of tokens of each node" if i >= len(made) - 2 else "")
+    from_zero(*made)
 
 
 def _pool_over_apart(workload: str, column: str) -> Any:

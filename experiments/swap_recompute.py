@@ -14,6 +14,7 @@ from typing import Any
 
 from pagedjax.cache import PagedManager
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, ratio
+from pagedjax.lab.drawing import at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.simulator import simulate
 
 from ._serving import (
@@ -79,15 +80,21 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
     }
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    first = (rows[0]["transfer_s"], rows[0]["hardware"], rows[0]["seed"])
-    for mode in MODES:
-        own = [r for r in rows if (r["mode"], r["transfer_s"], r["hardware"], r["seed"]) == (mode, *first)]
-        axes.plot([r["block_size"] for r in own], [r["normalized_s"] for r in own], marker="o", label=mode)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("normalized latency, s per token (simulated)")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Normalized latency by block size where preempted requests are swapped, recomputed, or the sooner of both."""
+    own = [r for r in rows if r["hardware"] == rows[0]["hardware"]]
+    waits = list(dict.fromkeys(r["transfer_s"] for r in own))
+    made = panels(figure, [f"{1e6 * w:g} µs to start a transfer" for w in waits], columns=2, share_y=True)
+    for wait, axes in zip(waits, made):
+        there = [r for r in own if r["transfer_s"] == wait]
+        modes = [m for m in MODES if any(r["mode"] == m for r in there)]
+        series = [
+            mean_curve((r for r in there if r["mode"] == m), "block_size", "normalized_s", m) for m in modes
+        ]
+        curves(axes, series, style={m: i for i, m in enumerate(MODES)}, dodge=1.12)
+        at_each(axes, [r["block_size"] for r in there], base=2)
+        label_axes(axes, "block size, tokens", "s per token (simulated)" if axes is made[0] else "")
+    from_zero(*made)
 
 
 def _over(column: str, of: TableRow, over: TableRow) -> Callable[[str], Value]:

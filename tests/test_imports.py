@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
     "pagedjax.lab.cluster": {"pagedjax.lab", "pagedjax.paths", "distributed"},
+    "pagedjax.lab.drawing": {"pagedjax.lab", "matplotlib"},
+    "pagedjax.lab.figures": {"pagedjax.lab", "matplotlib"},
     "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
     "pagedjax.lab.sweep": {"pagedjax.lab", "pagedjax.sim.show", "matplotlib", "pyarrow"},
     "pagedjax.kernels": {

@@ -152,10 +152,18 @@ def run(
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="[default: README.md among the results]"
 )
-def report(results: Path, out: Path | None) -> None:
-    """Write one page of all results that are there: claims, verdicts, definitions, commands."""
+@click.option(
+    "--plots", is_flag=True, help="Draw every plot anew as well, and FIGURES.md, the page of all of them."
+)
+def report(results: Path, out: Path | None, plots: bool) -> None:
+    """Write one page of all results that are there: claims, verdicts, definitions, commands. Nothing is run."""
     from pagedjax import lab
 
     out = out or results / "README.md"
     out.write_text(lab.summary(results, out.parent))
+    if plots:
+        _note(f"{len(lab.redraw(results))} files drawn")
+        page = out.parent / "FIGURES.md"
+        page.write_text(lab.captions(results, out.parent))
+        print(page)
     print(out)

@@ -13,7 +13,7 @@ Example:
 from pagedjax.lab.catalog import load, names
 from pagedjax.lab.claims import TOLERANCE, Claim, Estimate, TableRow, Value, cell, claim_rows, ratio, verdict
 from pagedjax.lab.experiment import Experiment, Unit, parse_settings, units_of
-from pagedjax.lab.plots import write_plots
+from pagedjax.lab.figures import captions, draw, redraw, write_plots
 from pagedjax.lab.provenance import MissingData, check_data
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.run import run_all
@@ -29,15 +29,18 @@ __all__ = [
     "TableRow",
     "Unit",
     "Value",
+    "captions",
     "cell",
     "check_data",
     "claim_rows",
+    "draw",
     "load",
     "markdown",
     "means_over_seeds",
     "names",
     "parse_settings",
     "ratio",
+    "redraw",
     "run_all",
     "summary",
     "units_of",

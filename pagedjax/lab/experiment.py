@@ -28,7 +28,7 @@ class Experiment:
         claims: Printed figures it stands beside.
         units: (smoke, seed) → pieces of work: independent, flat dictionaries of plain values.
         run: (unit, data folder) → rows; pure: same unit, same rows.
-        plot: (rows, axes) → draws one figure; None: a table alone.
+        plot: (rows, matplotlib figure) → draws it, by `lab.drawing`; its docstring is the caption. None: a table alone.
         data: Files under the data folder that it reads, and is fingerprinted by.
         note: Where it differs from the paper, and why.
         page: One self-contained HTML page, for the experiments that have one.

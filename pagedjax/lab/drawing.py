@@ -209,7 +209,10 @@ def bars(
                 continue
             y = i - 0.4 + (k + 0.5) * high
             error = 0.0 if half is None else half[label][i]
-            look = {"facecolor": _FILLS[k % len(_FILLS)], "hatch": _HATCHES[k % len(_HATCHES)]}
+            look: dict[str, Any] = {
+                "facecolor": _FILLS[k % len(_FILLS)],
+                "hatch": _HATCHES[k % len(_HATCHES)],
+            }
             axes.barh(y, value, 0.92 * high, edgecolor="#333333", linewidth=0.6, **look)
             if error:
                 look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.9, "capsize": 2}
@@ -330,8 +333,8 @@ def rule(axes: Any, y: float, text: str) -> None:
 def _ends_of(axes: Any) -> _Ends:
     """The names that wait for their place, kept with the figure."""
     figure = axes.get_figure()
-    waiting = figure.__dict__.setdefault("pagedjax_ends", {})
-    return waiting.setdefault(id(axes), _Ends(axes))  # type: ignore[no-any-return]
+    waiting: dict[int, _Ends] = figure.__dict__.setdefault("pagedjax_ends", {})
+    return waiting.setdefault(id(axes), _Ends(axes))
 
 
 def place_names(figure: Any) -> None:

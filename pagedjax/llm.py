@@ -420,7 +420,7 @@ class LLM:
 
         version = self.runner.weights_version
         if self._weights is None or self._weights[0] != version:
-            self._weights = version, weights_digest(self.runner.params)
+            self._weights = version, weights_digest(self.runner.leaves())
         layouts = self.runner.layouts
         groups = [group.window or 0 for group in self._kv_groups]
         return Owner(

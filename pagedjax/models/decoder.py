@@ -31,6 +31,7 @@ from pagedjax.models.layers import (
     rotate,
     soft_cap,
 )
+from pagedjax.models.sharding import AXIS, Cut
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -47,13 +48,13 @@ class Attend(Protocol):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None) -> None:
         c = config
         self.attn_norm = Norm(c.d_model, c, dtype)
         self.qkv = Linear(c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype, bias=c.qkv_bias)
-        self.out = Linear(c.num_heads * c.head_dim, c.d_model, dtype, bias=c.out_bias)
+        self.out = Linear(c.num_heads * c.head_dim, c.d_model, dtype, bias=c.out_bias, summed_over=axis)
         self.mlp_norm = Norm(c.d_model, c, dtype)
-        self.mlp = Mlp(c, dtype)
+        self.mlp = Mlp(c, dtype, axis)
         self.q_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
         self.k_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
         self.attn_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
@@ -70,15 +71,21 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model. `attend` is handed in, so the same body serves paged, dense and sharded attention."""
+    """The model. `attend` is handed in, so the same body serves paged and dense attention.
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.config = config
+    With a `cut` it is one device's part of the model, to be called inside `shard_map`: of smaller shapes, and x is
+    whole on every device.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, cut: Cut | None = None) -> None:
+        self.cut = cut
+        axis = None if cut is None else AXIS
+        self.config = config = config if cut is None else cut.local
         self.embed = param((config.vocab_size, config.d_model), dtype)
         if config.positions == "learned":
             self.position_embed = param((config.max_model_len, config.d_model), dtype)
         for layer in range(config.num_layers):
-            setattr(self, layer_name(layer), Block(config, dtype))
+            setattr(self, layer_name(layer), Block(config, dtype, axis))
         self.final_norm = Norm(config.d_model, config, dtype)
         # A leaf of its own even where it is tied: loaders then put the embedding's array in both places.
         self.lm_head = Linear(config.d_model, config.vocab_size, dtype)
@@ -86,7 +93,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Array, positions: Array, kv: Any, attend: Attend) -> tuple[Array, Any]:
         """tokens, positions i32[T] → hidden f[T, D] after the final norm, and kv with this step's rows."""
         config = self.config
-        x = self.embed[...][tokens]
+        x = self._embed(tokens)
         x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.positions == "learned":
             x = x + self.position_embed[...][positions]
@@ -105,9 +112,27 @@ class Decoder(nnx.Module):
         return self.final_norm(x), kv
 
     def logits(self, hidden: Array) -> Array:
-        """hidden f[Q, D] → f32[Q, V]."""
+        """hidden f[Q, D] → f32[Q, V]; of the device's own tokens where there is a cut, -inf for padding."""
         scores = matmul_t(hidden, self.lm_head.weight[...], jnp.float32)
-        return soft_cap(scores, self.config.logit_soft_cap)
+        scores = soft_cap(scores, self.config.logit_soft_cap)
+        if self.cut is None or self.cut.devices * self.cut.tokens == self.cut.config.vocab_size:
+            return scores
+        ids = self._first_token() + jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        return jnp.where((ids < self.cut.config.vocab_size)[None, :], scores, -jnp.inf)
+
+    def _first_token(self) -> Array:
+        """Of the device's part of the vocabulary, i32[]."""
+        return jax.lax.axis_index(AXIS).astype(jnp.int32) * self.config.vocab_size
+
+    def _embed(self, tokens: Array) -> Array:
+        """i32[T] → f[T, D]: each token's row comes from the one device that holds it."""
+        table = self.embed[...]
+        if self.cut is None:
+            return table[tokens]
+        at = tokens - self._first_token()
+        here = (at >= 0) & (at < table.shape[0])
+        rows = jnp.where(here[:, None], table[jnp.where(here, at, 0)], jnp.zeros((), table.dtype))
+        return jax.lax.psum(rows, AXIS)
 
     def _rope(self, positions: Array) -> dict[bool, tuple[Array, Array]]:
         """cos and sin per kind of layer: windowed (True) or not."""
@@ -128,18 +153,22 @@ def layer_name(layer: int) -> str:
     return f"layer_{layer:02d}"
 
 
-def make_decoder(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> nnx.GraphDef:
+def make_decoder(
+    config: ModelConfig, dtype: str | jnp.dtype = "float32", cut: Cut | None = None
+) -> nnx.GraphDef:
     """The decoder's structure, without any array.
 
     Args:
         config: Shapes and switches.
         dtype: Of parameters and activations.
+        cut: How the model is dealt out to devices; `forward` and `logits` then are one device's part, for `shard_map`
+            over the axis `sharding.AXIS`.
 
     Returns:
         The graph definition that `forward` and `logits` take. Close over it in a jitted function; as a
         static argument it would be hashed at each call.
     """
-    return nnx.split(Decoder(config, jnp.dtype(dtype)))[0]
+    return nnx.split(Decoder(config, jnp.dtype(dtype), cut))[0]
 
 
 def abstract_params(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> Params:

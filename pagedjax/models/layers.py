@@ -33,15 +33,21 @@ class Linear(nnx.Module):
     """y = x Wᵀ + b, with W f[d_out, d_in] as most files have it.
 
     XLA:CPU reads it as fast as [d_in, d_out] at batch 1, 1.2 to 1.6 times as fast at 8 to 32 rows, and a
-    tied output matrix is the embedding itself.
+    tied output matrix is the embedding itself. `summed_over` names the mesh axis along which x and the columns of W are
+    cut: the devices' products are summed, then the bias is added once.
     """
 
-    def __init__(self, d_in: int, d_out: int, dtype: jnp.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, dtype: jnp.dtype, bias: bool = False, summed_over: str | None = None
+    ) -> None:
         self.weight = param((d_out, d_in), dtype)
         self.bias = param((d_out,), dtype) if bias else None
+        self.summed_over = summed_over
 
     def __call__(self, x: Array) -> Array:
         y = matmul_t(x, self.weight[...])
+        if self.summed_over is not None:
+            y = jax.lax.psum(y, self.summed_over)
         return y if self.bias is None else y + self.bias[...][None, :]
 
 
@@ -76,10 +82,10 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Mlp(nnx.Module):
     """down(act(gate x) * up x) with gate and up in one matrix, or down(act(up x))."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None) -> None:
         width = 2 * config.d_mlp if config.gated_mlp else config.d_mlp
         self.up = Linear(config.d_model, width, dtype, bias=config.mlp_bias)
-        self.down = Linear(config.d_mlp, config.d_model, dtype, bias=config.mlp_bias)
+        self.down = Linear(config.d_mlp, config.d_model, dtype, bias=config.mlp_bias, summed_over=axis)
         self.gated = config.gated_mlp
         self.activation = config.activation
 

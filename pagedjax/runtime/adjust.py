@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.engine.request import MAX_BIASED, MAX_END_IDS, SamplingParams, Sequence
+from pagedjax.runtime.vocabulary import WHOLE, Vocabulary
 
 Array = Any
 _SLICE = 128  # entries of each row per turn of the loop
@@ -105,12 +106,13 @@ def _entries(seq: Sequence, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np
     )
 
 
-def adjust(logits: Array, a: Adjustments) -> Array:
+def adjust(logits: Array, a: Adjustments, vocabulary: Vocabulary = WHOLE) -> Array:
     """Change the listed logits: repetition penalty, presence and frequency penalty, bias, in this order.
 
     Args:
         logits: f32[Q, V].
         a: What to change.
+        vocabulary: What the columns of the logits stand for.
     """
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
@@ -118,6 +120,7 @@ def adjust(logits: Array, a: Adjustments) -> Array:
         ids, counts, bias = (
             jax.lax.dynamic_slice_in_dim(x, i * _SLICE, _SLICE, 1) for x in (a.ids, a.counts, a.bias)
         )
+        ids = vocabulary.places(ids, logits.shape[-1])
         old = changed.at[rows, ids].get(mode="fill", fill_value=0.0)
         factor = jnp.where(counts >= 0, a.repetition[:, None], 1.0)
         new = jnp.where(old > 0, old / factor, old * factor)

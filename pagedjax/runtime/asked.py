@@ -1,18 +1,18 @@
 """What only some requests ask of a step: changed logits, log-probabilities. Others pay nothing for it.
 
-The programs are shared by all runners, one per number of samples in a bucket, compiled when first asked for.
+The programs are shared by all runners on one device, one per number of samples in a bucket, compiled when first asked for.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
 from pagedjax.runtime.compile_clock import CompileClock
+from pagedjax.runtime.mesh import OneDevice, Place
 from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
 
 Array = Any
@@ -28,13 +28,35 @@ class Asked(NamedTuple):
     top_logprobs: np.ndarray | None
 
 
-@jax.jit
-def draw_adjusted(logits: Array, batch: SamplingBatch, adjustments: Adjustments) -> Array:
-    """Draw from changed logits: i32[Q]."""
-    return sample_tokens(adjust(logits, adjustments), batch)
+class AskedPrograms(NamedTuple):
+    """The two programs.
+
+    Attributes:
+        draw: (logits, SamplingBatch, Adjustments) → i32[Q] drawn from changed logits.
+        score: (logits, tokens) → what `score_tokens` returns.
+    """
+
+    draw: Any
+    score: Any
+
+    @classmethod
+    def on(cls, place: Place) -> AskedPrograms:
+        """Programs for a runner's devices."""
+        vocabulary = place.vocabulary
+
+        def draw_adjusted(logits: Array, batch: SamplingBatch, adjustments: Adjustments) -> Array:
+            return sample_tokens(adjust(logits, adjustments, vocabulary), batch, vocabulary)
+
+        def score(logits: Array, tokens: Array) -> tuple[Array, ...]:
+            return score_tokens(logits, tokens, vocabulary)
+
+        return cls(
+            place.program(draw_adjusted, ("logits", "whole", "whole"), "whole"),
+            place.program(score, ("logits", "whole"), ("whole",) * 4),
+        )
 
 
-score = jax.jit(score_tokens)
+ON_ONE_DEVICE = AskedPrograms.on(OneDevice())  # shared by all runners on one device
 
 
 def _wants_scores(p: SamplingParams) -> bool:
@@ -48,6 +70,7 @@ def answer_asked(
     batch: SamplingBatch,
     max_model_len: int,
     compiling: CompileClock,
+    programs: AskedPrograms = ON_ONE_DEVICE,
 ) -> Asked:
     """Bring a step's samples to the host, with what their requests ask for.
 
@@ -58,14 +81,15 @@ def answer_asked(
         batch: Parameters of the Q rows.
         max_model_len: Bounds the length of lists of changed tokens.
         compiling: Takes the seconds of programs that have to be compiled.
+        programs: Of the runner's devices.
     """
     rows, vocab_size = logits.shape
     adjustments = Adjustments.pack(samples, rows, vocab_size, max_model_len)
     if adjustments is not None:
-        tokens = compiling.call(draw_adjusted, logits, batch, adjustments)
+        tokens = compiling.call(programs.draw, logits, batch, adjustments)
     count = len(samples)
     drawn = np.asarray(tokens)[:count].tolist()
     if not any(_wants_scores(seq.request.sampling) for seq in samples):
         return Asked(drawn, [], [], None, None)
-    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in compiling.call(score, logits, tokens))
+    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in compiling.call(programs.score, logits, tokens))
     return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)

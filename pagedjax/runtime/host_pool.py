@@ -11,6 +11,7 @@ import numpy as np
 from pagedjax.cache import CopyBatch, CopyPlan
 from pagedjax.kernels import KVLayout, KVPool, copy_blocks, gather_blocks, scatter_blocks
 from pagedjax.runtime.compile_clock import CompileClock
+from pagedjax.runtime.mesh import OneDevice, Place
 
 # Blocks per call. A fork of n samples copies n-1 blocks, and padding is gathered too; a sequence that is
 # swapped moves many.
@@ -23,13 +24,14 @@ class HostPool:
     Args:
         layout: Of the group's device pool; only `num_blocks` differs here.
         num_blocks: Host blocks, numbered from 0: the host has no null block.
+        devices: That have a part of this layout each.
 
     Attributes:
-        data: [num_blocks, L, B, width] in the pool's dtype. Pages are taken from the system when first written.
+        data: [num_blocks, L, B, devices * width] in the pool's dtype. Pages are taken from the system when first written.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        shape = (num_blocks, layout.num_layers, layout.block_size, layout.width)
+    def __init__(self, layout: KVLayout, num_blocks: int, devices: int = 1) -> None:
+        shape = (num_blocks, layout.num_layers, layout.block_size, devices * layout.width)
         self.data = np.empty(shape, jax.numpy.dtype(layout.dtype))
 
     @property
@@ -41,25 +43,30 @@ class BlockCopies:
     """Runs a plan's copies, batch by batch, in few compiled shapes; device pools are updated in place.
 
     Args:
-        layouts: One per KV group.
+        layouts: Of a device's part, one per KV group.
         host_blocks: Host blocks per group; 0: plans hold no swaps.
         compiling: Takes the seconds of programs that have to be compiled.
+        place: Where the pools are; blocks on the host hold every device's part side by side.
     """
 
     def __init__(
-        self, layouts: Sequence[KVLayout], host_blocks: int = 0, compiling: CompileClock | None = None
+        self,
+        layouts: Sequence[KVLayout],
+        host_blocks: int = 0,
+        compiling: CompileClock | None = None,
+        place: Place = OneDevice(),
     ) -> None:
         self.host_blocks = host_blocks
-        self.hosts = tuple(HostPool(layout, host_blocks) for layout in layouts)
+        self.hosts = tuple(HostPool(layout, host_blocks, place.devices) for layout in layouts)
         self._call = (compiling or CompileClock()).call
-        self._copy = jax.jit(copy_blocks, donate_argnums=0)
-        self._gather = jax.jit(gather_blocks)
-        self._scatter = jax.jit(scatter_blocks, donate_argnums=0)
+        self._copy = place.program(copy_blocks, ("pool", "whole", "whole"), "pool", donate=(0,))
+        self._gather = place.program(gather_blocks, ("pool", "whole"), "blocks")
+        self._scatter = place.program(scatter_blocks, ("pool", "whole", "blocks"), "pool", donate=(0,))
 
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
-        return sum(f._cache_size() for f in (self._copy, self._gather, self._scatter))  # type: ignore[attr-defined]
+        return sum(f._cache_size() for f in (self._copy, self._gather, self._scatter))
 
     def warm_up(self, pools: tuple[KVPool, ...]) -> tuple[KVPool, ...]:
         """Compile what copies may need, by copying nothing."""
@@ -104,9 +111,9 @@ class BlockCopies:
         return self.write(pool, batch.dst, host[batch.src])
 
     def read(self, pool: KVPool, ids: np.ndarray) -> np.ndarray:
-        """Blocks of all layers on the host: i32[C] → [C, L, B, width]."""
+        """Blocks of all layers on the host: i32[C] → [C, L, B, devices * width]."""
         layout = pool.layout
-        shape = (len(ids), layout.num_layers, layout.block_size, layout.width)
+        shape = (len(ids), layout.num_layers, layout.block_size, pool.data.shape[-1])
         out = np.empty(shape, jax.numpy.dtype(layout.dtype))
         for part, padded in _slices(ids, (_FEW, _MANY)):
             blocks = np.asarray(self._call(self._gather, pool, padded))
@@ -119,7 +126,7 @@ class BlockCopies:
         Args:
             pool: Donated.
             ids: None twice.
-            blocks: [C, L, B, width], not changed afterwards.
+            blocks: [C, L, B, devices * width], not changed afterwards.
         """
         for part, padded in _slices(ids, (_FEW, _MANY)):
             full = np.zeros((blocks.shape[1], len(padded), *blocks.shape[2:]), blocks.dtype)

@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from pagedjax.engine import TokenScores
 from pagedjax.engine.step import StepPlan
 from pagedjax.runtime.compile_clock import CompileClock
+from pagedjax.runtime.mesh import Place
 from pagedjax.runtime.sampling import score_tokens
 
 Array = Any
@@ -27,18 +27,20 @@ class PromptScores:
 
     Args:
         logits: (params, hidden f[Q, D]) → f32[Q, V].
+        place: The runner's devices.
     """
 
-    def __init__(self, logits: Callable[[dict[str, Any], Array], Array]) -> None:
+    def __init__(self, logits: Callable[[dict[str, Any], Array], Array], place: Place) -> None:
         def score(params: dict[str, Any], hidden: Array, at: Array, tokens: Array) -> tuple[Array, ...]:
-            return score_tokens(logits(params, hidden[at]), tokens)
+            return score_tokens(logits(params, hidden[at]), tokens, place.vocabulary)
 
-        self._score = jax.jit(score)
+        self._score = place.program(score, ("weights", "whole", "whole", "whole"), ("whole",) * 4)
 
     @property
     def num_programs(self) -> int:
         """Programs compiled so far: one per number of tokens in a bucket that was asked about."""
-        return self._score._cache_size()  # type: ignore[attr-defined]
+        count: int = self._score._cache_size()
+        return count
 
     def of(
         self, plan: StepPlan, params: dict[str, Any], hidden: Array, compiling: CompileClock

@@ -1,10 +1,10 @@
-"""JaxRunner: parameters, the KV pools, and one jitted step per bucket, the pools donated."""
+"""JaxRunner: parameters, the KV pools, and one jitted step per bucket, the pools donated; on one device or several."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +15,16 @@ from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import SharedPrefix, StepResult
 from pagedjax.engine.step import StepPlan
-from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, make_pool, native
-from pagedjax.models import forward, logits, make_decoder
+from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, native
+from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
-from pagedjax.runtime.asked import answer_asked
+from pagedjax.models.weights import flat, set_leaf
+from pagedjax.runtime.asked import ON_ONE_DEVICE, AskedPrograms, answer_asked
 from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
+from pagedjax.runtime.mesh import OneDevice, Place
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
@@ -45,12 +47,12 @@ class StepOutput(NamedTuple):
 
 
 class JaxRunner:
-    """Runs plans on a jax device, under JAX settings of its own (`runtime.settings`).
+    """Runs plans on a jax device, or on several as one, under JAX settings of its own (`runtime.settings`).
 
     Args:
         model: Shapes of the decoder.
         params: Its weights, a plain dict (dispatch of module trees is slow). Arrays that do not lie row by row
-            are copied to lie so.
+            are copied to lie so. Whole leaves; with several devices also leaves that lie where `place` wants them.
         layouts: Shape of the KV pool of all layers, or one per entry of `model.layer_groups`, each with the
             layers of its group: blocks behind a window can then be used again.
         config: Limits of one step; they fix the buckets.
@@ -62,9 +64,12 @@ class JaxRunner:
         writable: Checked mode: bool[P] per group, blocks that may be written now (the manager's `writable`);
             every step is asserted on the device before it runs. None: nothing is asserted, at no cost.
         prefix_groups: Whether prefixes that decode rows share are worked once: the setting of this name.
+        place: The devices, from `runtime.mesh.make_place`.
 
     Attributes:
-        pools: The KV pool of each group, donated to each step and replaced by what it returns.
+        layouts: Of the whole model's pools; a device's part is `pools[group].layout`.
+        pools: The KV pool of each group, donated to each step and replaced by what it returns. With several devices its
+            minor axis holds their parts side by side.
         weights_version: Grows with every change of the weights; the engine sees it and computes anew what is cached.
 
     Raises:
@@ -86,10 +91,12 @@ class JaxRunner:
         on_compile: Callable[[Bucket], None] | None = None,
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
         prefix_groups: str = "auto",
+        place: Place = OneDevice(),
     ) -> None:
         native.prepare(implementation)
         self.model = model
-        self._params = jax.tree.map(row_by_row, params)
+        self.place = place
+        self._params = jax.tree.map(row_by_row, place.put(params))
         self.weights_version = 0
         self.layouts = (layouts,) if isinstance(layouts, KVLayout) else tuple(layouts)
         windows = _windows(model, self.layouts)
@@ -97,15 +104,17 @@ class JaxRunner:
         self.block_size = self.layout.block_size
         self.vocab_size: int | None = model.vocab_size
         self.buckets = buckets or Buckets(config)
+        self._parts = tuple(place.layout(layout) for layout in self.layouts)
         self.pools: tuple[KVPool, ...] = self._new_pools()
         self._compiling = CompileClock()
-        self.copies = BlockCopies(self.layouts, host_blocks, self._compiling)
+        self.copies = BlockCopies(self._parts, host_blocks, self._compiling, place)
+        self._asked = ON_ONE_DEVICE if place.devices == 1 else AskedPrograms.on(place)
         self.on_compile = on_compile
         self.writable = writable
         self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
         self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[tuple[Bucket, bool]] = set()
-        graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype)
+        graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype, place.cut)
         shapes: dict[str, Any] = {
             "block_size": self.block_size,
             "windows": windows,
@@ -135,10 +144,11 @@ class JaxRunner:
             check_batch(batch)  # while tracing; a compiled step has nothing of it
             hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
-            return StepOutput(sample_tokens(rows, batch.sampling), rows, hidden), pools
+            return StepOutput(sample_tokens(rows, batch.sampling, place.vocabulary), rows, hidden), pools
 
-        self.step_fn = jax.jit(step, donate_argnums=1)
-        self.prompt_scores = PromptScores(functools.partial(logits, graphdef))
+        results = (StepOutput("whole", "logits", "whole"), "pool")
+        self.step_fn = place.program(step, ("weights", "pool", "whole"), results, donate=(1,))
+        self.prompt_scores = PromptScores(functools.partial(logits, graphdef), place)
         self._max_model_len = max_model_len
 
     def _new_pools(self) -> tuple[KVPool, ...]:
@@ -146,15 +156,28 @@ class JaxRunner:
 
         A pool that is not would give the first bucket's program a second time, with every later pool.
         """
+        pools = tuple(self.place.make_pool(layout) for layout in self._parts)
+        if self.place.devices > 1:
+            return pools
         held = (x.sharding for x in jax.tree.leaves(self._params) if isinstance(x, jax.Array) and x.committed)
-        pools = tuple(make_pool(layout) for layout in self.layouts)
         return jax.device_put(pools, next(held, None))
 
     @property
     def params(self) -> dict[str, Any]:
-        """The weights, to read: a plain dict made afresh. `update_weights` changes them."""
-        own: dict[str, Any] = jax.tree.map(lambda leaf: leaf, self._params)
+        """The weights, to read: a plain dict made afresh. `update_weights` changes them.
+
+        With several devices they are put together on the host: `leaves` gives one at a time.
+        """
+        own: dict[str, Any] = {}
+        for path, leaf in self.leaves():
+            set_leaf(own, path, leaf)
         return own
+
+    def leaves(self) -> Iterator[tuple[tuple[str, ...], Array]]:
+        """(path, whole leaf) of the weights, in sorted order; with several devices made whole one by one."""
+        for name, leaf in flat(self._params):
+            path = tuple(name.split("/"))
+            yield path, self.place.whole(path, leaf)
 
     @own_settings()
     def update_weights(self, params: dict[str, Any]) -> None:
@@ -169,14 +192,17 @@ class JaxRunner:
         Raises:
             ValueError: Names what differs; nothing was changed.
         """
-        check_same_shapes(self._params, params)
-        self._params = jax.tree.map(_in_place_of, self._params, params)
+        ours = self._params
+        if self.place.devices > 1:
+            ours = abstract_params(self.model, jax.tree.leaves(ours)[0].dtype)
+        check_same_shapes(ours, params)
+        self._params = jax.tree.map(_in_place_of, self._params, self.place.put(params))
         self.weights_version += 1
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each group."""
-        return tuple(layout.num_bytes // layout.num_blocks for layout in self.layouts)
+        """Bytes of one block of each group, on all devices together."""
+        return tuple(self.place.devices * part.num_bytes // part.num_blocks for part in self._parts)
 
     @property
     def layout(self) -> KVLayout:
@@ -204,7 +230,7 @@ class JaxRunner:
         out = self._dispatch(bucket, batch, bool(shared))
         dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
-        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling)
+        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling, self._asked)
         prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
         return StepResult(
             asked.tokens,
@@ -240,6 +266,17 @@ class JaxRunner:
         """Run block copies alone; `execute` begins with it."""
         self.pools = self.copies.run(self.pools, copies)
 
+    def read_blocks(self, group: int, ids: np.ndarray) -> np.ndarray:
+        """Blocks on the host as one device's pool holds them: i32[C] → [C, L, B, width of `layouts[group]`]."""
+        return self.place.whole_heads(self.copies.read(self.pools[group], ids), self.layouts[group])
+
+    def write_blocks(self, group: int, ids: np.ndarray, blocks: np.ndarray) -> None:
+        """Put what `read_blocks` returned, on however many devices, into blocks i32[C], none twice."""
+        own = self.place.own_heads(blocks, self.layouts[group])
+        pools = list(self.pools)
+        pools[group] = self.copies.write(pools[group], ids, own)
+        self.pools = tuple(pools)
+
     @own_settings()
     def warm_up(
         self, on_done: Callable[[Bucket], None] | None = None, buckets: Iterable[Bucket] | None = None
@@ -268,7 +305,7 @@ class JaxRunner:
             layout: Of a single pool of another size than the runner's; nothing is allocated.
         """
         layouts = self.layouts if layout is None else (layout,)
-        pools = tuple(KVPool(jax.ShapeDtypeStruct(l.shape, l.dtype), l) for l in layouts)  # type: ignore[arg-type]
+        pools = tuple(self.place.pool_shape(self.place.layout(l)) for l in layouts)
         empty: StepPlan = StepPlan(0, (), (), CopyPlan())
         return self._params, pools, self._pack(empty, bucket)
 
@@ -280,7 +317,8 @@ class JaxRunner:
     @property
     def num_programs(self) -> int:
         """Step programs compiled so far."""
-        return self.step_fn._cache_size()  # type: ignore[attr-defined]
+        count: int = self.step_fn._cache_size()
+        return count
 
     def _dispatch(self, bucket: Bucket, batch: StepBatch, grouped: bool = False) -> StepOutput:
         if (bucket, grouped) not in self._compiled:

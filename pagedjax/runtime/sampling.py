@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.engine.request import MAX_CANDIDATES, Sequence
+from pagedjax.runtime.vocabulary import WHOLE, Vocabulary
 
 Array = Any
 # The bits of an infinite float32; scores lie between it and its negative.
@@ -74,7 +75,7 @@ class SamplingBatch:
         )
 
 
-def sample_tokens(logits: Array, batch: SamplingBatch) -> Array:
+def sample_tokens(logits: Array, batch: SamplingBatch, vocabulary: Vocabulary = WHOLE) -> Array:
     """Draw one token per row.
 
     The key of a row is (seed, sample, position): what is drawn depends on neither the batch nor on
@@ -84,45 +85,82 @@ def sample_tokens(logits: Array, batch: SamplingBatch) -> Array:
     Args:
         logits: f32[Q, V].
         batch: Parameters of the Q rows.
+        vocabulary: What the columns of the logits stand for.
 
     Returns:
         i32[Q].
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    random = batch.temperature > 0.0
-    filters = random & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
+    if vocabulary is not WHOLE:
+        return _sample_cut(logits, batch, vocabulary)
+    greedy = WHOLE.best(logits)
+    random, filters = _ask(batch)
 
     def draw(_: None) -> Array:
-        scaled = logits / jnp.where(random, batch.temperature, 1.0)[:, None]
-        noise = jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(
-            batch.seed, batch.sample, batch.position, logits.shape[-1]
-        )
+        scaled, noise = _perturb(logits, random, batch, WHOLE)
         drawn = jax.lax.cond(
             jnp.any(filters),
-            lambda: _draw_filtered(scaled, noise, batch),
-            lambda: jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32),
+            lambda: WHOLE.best(_filtered(scaled, noise, batch, WHOLE)),
+            lambda: WHOLE.best(scaled + noise),
         )
         return jnp.where(random, drawn, greedy)
 
     return jax.lax.cond(jnp.any(random), draw, lambda _: greedy, None)
 
 
-def score_tokens(logits: Array, tokens: Array) -> tuple[Array, Array, Array, Array]:
+def _sample_cut(logits: Array, batch: SamplingBatch, vocabulary: Vocabulary) -> Array:
+    """`sample_tokens` of columns that are dealt out: scores first, so that the devices ask once who is best."""
+    random, filters = _ask(batch)
+
+    def draw(_: None) -> Array:
+        scaled, noise = _perturb(logits, random, batch, vocabulary)
+        scores = jax.lax.cond(
+            jnp.any(filters),
+            lambda: _filtered(scaled, noise, batch, vocabulary),
+            lambda: scaled + noise,
+        )
+        return jnp.where(random[:, None], scores, logits)
+
+    return vocabulary.best(jax.lax.cond(jnp.any(random), draw, lambda _: logits, None))
+
+
+def _ask(batch: SamplingBatch) -> tuple[Array, Array]:
+    """Which rows draw, and which of them through a filter: bool[Q] each."""
+    random = batch.temperature > 0.0
+    return random, random & ((batch.top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0))
+
+
+def _perturb(
+    logits: Array, random: Array, batch: SamplingBatch, vocabulary: Vocabulary
+) -> tuple[Array, Array]:
+    """Logits over the temperature, and Gumbel noise: f32[Q, V] each."""
+    scaled = logits / jnp.where(random, batch.temperature, 1.0)[:, None]
+
+    def draw(size: int) -> Array:
+        rows = (batch.seed, batch.sample, batch.position)
+        return jax.vmap(_gumbel, in_axes=(0, 0, 0, None))(*rows, size)
+
+    return scaled, vocabulary.columns(logits.shape[-1], draw)
+
+
+def score_tokens(
+    logits: Array, tokens: Array, vocabulary: Vocabulary = WHOLE
+) -> tuple[Array, Array, Array, Array]:
     """Log-probability and rank of given tokens, and the likeliest tokens, under softmax(logits).
 
     Args:
         logits: f32[Q, V].
         tokens: i32[Q].
+        vocabulary: What the columns of the logits stand for.
 
     Returns:
         logprobs f32[Q], natural log; ranks i32[Q], 1 is the likeliest; the likeliest tokens, best first,
         i32[Q, min(64, V)], and their log-probabilities f32[Q, min(64, V)].
     """
-    total = jax.nn.logsumexp(logits, axis=-1)
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
-    top, ids = jax.lax.top_k(logits, min(MAX_CANDIDATES, logits.shape[-1]))
-    return own[:, 0] - total, ranks, ids.astype(jnp.int32), top - total[:, None]
+    total = vocabulary.logsumexp(logits)
+    own = vocabulary.of(logits, tokens)
+    ranks = 1 + vocabulary.count(logits > own)
+    top, ids = vocabulary.top(logits, MAX_CANDIDATES)
+    return own[:, 0] - total, ranks, ids, top - total[:, None]
 
 
 def _gumbel(seed: Array, sample: Array, position: Array, size: int) -> Array:
@@ -134,28 +172,28 @@ def _gumbel(seed: Array, sample: Array, position: Array, size: int) -> Array:
     return jax.random.gumbel(key, (size,), jnp.float32)
 
 
-def _draw_filtered(scaled: Array, noise: Array, batch: SamplingBatch) -> Array:
-    """Filter by rank, cumulative probability and relative probability, then Gumbel-max.
+def _filtered(scaled: Array, noise: Array, batch: SamplingBatch, vocabulary: Vocabulary) -> Array:
+    """Perturbed scores, -inf where rank, cumulative probability or relative probability leave a token out.
 
     The noise belongs to the token, not to its rank: a filter that drops nothing changes nothing.
     Order as usual: top-k, then top-p over what is left renormalised, then min-p.
     """
-    likely = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    likely = jnp.exp(scaled - vocabulary.max(scaled))
 
     def narrow(which: Array, keep: Array) -> Array:
         """First by rank, then by probability; a cap of 1 keeps what rounding would drop."""
         weights = jnp.where(which == 0, 1.0, jnp.where(keep, likely, 0.0))
         top_k = jnp.where(batch.top_k > 0, batch.top_k.astype(jnp.float32), jnp.inf)
-        top_p = jnp.where(batch.top_p < 1.0, batch.top_p * weights.sum(axis=-1), jnp.inf)
-        return keep & _leading(scaled, weights, jnp.where(which == 0, top_k, top_p))
+        top_p = jnp.where(batch.top_p < 1.0, batch.top_p * vocabulary.sum(weights), jnp.inf)
+        return keep & _leading(scaled, weights, jnp.where(which == 0, top_k, top_p), vocabulary)
 
     # A loop and not two calls: what it does is compiled once.
     keep = jax.lax.fori_loop(0, 2, narrow, jnp.ones(scaled.shape, bool))
     keep &= likely >= batch.min_p[:, None]
-    return jnp.argmax(jnp.where(keep, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(keep, scaled + noise, -jnp.inf)
 
 
-def _leading(scores: Array, weights: Array, limits: Array) -> Array:
+def _leading(scores: Array, weights: Array, limits: Array, vocabulary: Vocabulary = WHOLE) -> Array:
     """The likeliest tokens of each row: those before which stands less weight than the row's limit.
 
     Tokens stand by score, equal ones by id. Nothing is sorted: the last token kept is found by halving, its score in
@@ -165,6 +203,7 @@ def _leading(scores: Array, weights: Array, limits: Array) -> Array:
         scores: f32[Q, V].
         weights: f32[Q, V], not negative.
         limits: f32[Q], positive; inf keeps every token.
+        vocabulary: What the columns stand for.
 
     Returns:
         bool[Q, V].
@@ -172,10 +211,10 @@ def _leading(scores: Array, weights: Array, limits: Array) -> Array:
     Source:
         The dual problem of a filter by sum, as in the sorting-free sampling of FlashInfer (2025).
     """
-    Q, V = scores.shape
+    Q, V = scores.shape[0], vocabulary.size(scores.shape[1])
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    ids = jnp.arange(V, dtype=jnp.int32)[None, :]
+    ids = vocabulary.ids(scores.shape[1])[None, :]
 
     def before(border: Array, end: Array) -> Array:
         """Tokens of a higher score than the border, or at it and of an id below the end."""
@@ -188,7 +227,7 @@ def _leading(scores: Array, weights: Array, limits: Array) -> Array:
         middle = (low & high) + ((low ^ high) >> 1)  # the sum may not fit 32 bits
         id_ = (first + last) >> 1
         chosen = before(jnp.where(by_score, middle, high), jnp.where(by_score, 0, id_))
-        enough = jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1) >= limits
+        enough = vocabulary.sum(jnp.where(chosen, weights, 0.0)) >= limits
         return (
             jnp.where(by_score & enough, middle, low),
             jnp.where(by_score & ~enough, middle, high),

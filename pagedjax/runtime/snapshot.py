@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,7 +32,6 @@ import orbax.checkpoint as ocp
 
 from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.weights import flat
 from pagedjax.runtime.runner import JaxRunner
 
 FORMAT = 3
@@ -97,10 +96,11 @@ def _flat_facts(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def weights_digest(params: dict[str, Any]) -> str:
-    """Hex SHA-256 over all leaves: names, dtypes, shapes and bytes."""
+def weights_digest(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> str:
+    """Hex SHA-256 over all leaves, as `JaxRunner.leaves` gives them: names, dtypes, shapes and bytes."""
     hasher = hashlib.sha256()
-    for name, leaf in sorted(flat(params)):
+    for path, leaf in leaves:
+        name = "/".join(path)
         array = np.asarray(leaf)
         hasher.update(f"{name} {array.dtype} {array.shape}\n".encode())
         hasher.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
@@ -138,9 +138,7 @@ def save_snapshot(
                 prefixes.append(
                     {"tokens": tokens, "extra": _extra(chain.extra), "digest": last, "rows": places}
                 )
-        blocks = [
-            runner.copies.read(pool, np.array(list(row), np.int32)) for pool, row in zip(runner.pools, rows)
-        ]
+        blocks = [runner.read_blocks(group, np.array(list(row), np.int32)) for group, row in enumerate(rows)]
     manifest = {
         "format": FORMAT,
         "owner": vars(owner),
@@ -215,15 +213,13 @@ def _install(
         # What lies behind a window at the end was not saved: it must not be indexed.
         manager.leave_behind(seq, len(chain))
         first = hit // manager.block_size
-        pools = list(runner.pools)
         for group, places in enumerate(rows):
             table = manager.table(seq, group)
             at = [i for i in range(first, len(places)) if table[i]]
             if any(places[i] < 0 for i in at):
                 raise SnapshotError("snapshot lacks a block that its windows need; save it again")
             ids = np.array([table[i] for i in at], np.int32)
-            pools[group] = runner.copies.write(pools[group], ids, blocks[group][[places[i] for i in at]])
-        runner.pools = tuple(pools)
+            runner.write_blocks(group, ids, blocks[group][[places[i] for i in at]])
         manager.commit(seq, len(chain), manager.now)
         return True
     finally:
@@ -462,11 +458,11 @@ def _read_blocks(path: Path, folder: Path, manifest: dict[str, Any], runner: Jax
                 args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
                 tree = checkpointer.restore(target, restore_args=args)
         blocks = []
-        for g, (fact, host) in enumerate(zip(facts, runner.copies.hosts, strict=True)):
-            empty = np.empty((0, *host.data.shape[1:]), host.data.dtype)
-            blocks.append(tree[f"group_{g}"] if fact["count"] else empty)
-            shape = (fact["count"], *host.data.shape[1:])
-            if blocks[-1].shape != shape or blocks[-1].dtype != host.data.dtype:
+        for g, (fact, layout) in enumerate(zip(facts, runner.layouts, strict=True)):
+            shape = (fact["count"], layout.num_layers, layout.block_size, layout.width)
+            kind = runner.copies.hosts[g].data.dtype
+            blocks.append(tree[f"group_{g}"] if fact["count"] else np.empty(shape, kind))
+            if blocks[-1].shape != shape or blocks[-1].dtype != kind:
                 raise ValueError(f"blocks of group {g} are {blocks[-1].dtype}{blocks[-1].shape}, not {shape}")
             if _digest(blocks[-1]) != fact["sha256"]:
                 raise ValueError(f"blocks of group {g} have another digest")

@@ -1,0 +1,292 @@
+"""Where arrays live and programs run: on one device, or dealt out to several by the rules of `models.sharding`.
+
+    step:  weights, pool, batch ──► each device: its heads, its part of the MLP, its tokens ──► drawn tokens, pool
+                                    all-reduce behind `out`, all-reduce behind `down`, one exchange of who is best
+
+Programs are named by what they are given: "weights", "pool" (cut on its minor axis), "blocks" (copies of it), "logits" (cut
+by token) and "whole" (the same on every device). Every result's place is fixed: else the pool came back whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from pagedjax.kernels import KVLayout, KVPool, make_pool
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.sharding import AXIS, Cut, possible_devices, rule_of
+from pagedjax.runtime.vocabulary import WHOLE, CutVocabulary, Vocabulary
+
+Array = Any
+Params = dict[str, Any]
+_SPECS = {
+    "pool": Spec(None, None, AXIS),
+    "blocks": Spec(None, None, None, AXIS),
+    "logits": Spec(None, AXIS),
+    "whole": Spec(),
+}
+
+
+class Place(Protocol):
+    """What the runner asks of its devices.
+
+    Attributes:
+        devices: How many.
+        cut: How the model is dealt out; None on one device.
+        vocabulary: What the columns of a program's logits are.
+    """
+
+    devices: int
+    cut: Cut | None
+    vocabulary: Vocabulary
+
+    def layout(self, layout: KVLayout) -> KVLayout:
+        """A device's part of a pool, from the pool of the whole model."""
+        ...
+
+    def make_pool(self, layout: KVLayout, fill: float = 0.0) -> KVPool:
+        """An empty pool of a device's layout, on all of them."""
+        ...
+
+    def pool_shape(self, layout: KVLayout) -> KVPool:
+        """`make_pool` without its array, to lower programs for."""
+        ...
+
+    def program(
+        self, fn: Callable[..., Any], args: Sequence[str], results: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        """A jitted function of named arguments; `results` is a pytree of such names."""
+        ...
+
+    def put(self, params: Params) -> Params:
+        """Weights where they belong."""
+        ...
+
+    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
+        """A leaf as one device would hold it."""
+        ...
+
+    def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        """Blocks [..., width] as one device's pool of this layout would hold them."""
+        ...
+
+    def own_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        """The opposite of `whole_heads`."""
+        ...
+
+
+class OneDevice:
+    """Programs and arrays as jax makes them."""
+
+    devices = 1
+    cut = None
+    vocabulary = WHOLE
+
+    def layout(self, layout: KVLayout) -> KVLayout:
+        return layout
+
+    def make_pool(self, layout: KVLayout, fill: float = 0.0) -> KVPool:
+        return make_pool(layout, fill)
+
+    def pool_shape(self, layout: KVLayout) -> KVPool:
+        return KVPool(jax.ShapeDtypeStruct(layout.shape, layout.dtype), layout)  # type: ignore[arg-type]
+
+    def program(
+        self, fn: Callable[..., Any], args: Sequence[str], results: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        return jax.jit(fn, donate_argnums=donate)
+
+    def put(self, params: Params) -> Params:
+        return params
+
+    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
+        return leaf
+
+    def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        return blocks
+
+    def own_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        return blocks
+
+
+class DeviceMesh:
+    """n devices in a row.
+
+    Args:
+        model: The whole model.
+        devices: At least two, in the order of their parts.
+
+    Attributes:
+        mesh: The jax mesh, of one axis.
+
+    Raises:
+        ModelError: The model cannot be dealt out to so many; names the numbers that work.
+    """
+
+    def __init__(self, model: ModelConfig, devices: Sequence[Any]) -> None:
+        self.devices = len(devices)
+        self.cut = Cut(model, self.devices)
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.vocabulary: Vocabulary = CutVocabulary(AXIS, self.devices, model.vocab_size)
+
+    def layout(self, layout: KVLayout) -> KVLayout:
+        return dataclasses.replace(layout, num_kv_heads=self.cut.kv_heads)
+
+    def sharding(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def spec(self, path: tuple[str, ...]) -> Spec:
+        """How a leaf is cut."""
+        axis = rule_of(path).axis
+        return Spec() if axis is None else Spec(*[None] * axis, AXIS)
+
+    def make_pool(self, layout: KVLayout, fill: float = 0.0) -> KVPool:
+        rows, size, width = layout.shape
+        shape = (rows, size, width * self.devices)
+        data = jnp.full(shape, fill, layout.dtype, device=self.sharding(_SPECS["pool"]))
+        return KVPool(data, layout)
+
+    def pool_shape(self, layout: KVLayout) -> KVPool:
+        rows, size, width = layout.shape
+        where = self.sharding(_SPECS["pool"])
+        data = jax.ShapeDtypeStruct((rows, size, width * self.devices), layout.dtype, sharding=where)
+        return KVPool(data, layout)  # type: ignore[arg-type]
+
+    def program(
+        self, fn: Callable[..., Any], args: Sequence[str], results: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        def specs(names: Any) -> Any:
+            return jax.tree.map(self._specs_of, names)
+
+        mapped = jax.shard_map(
+            fn, mesh=self.mesh, in_specs=tuple(specs(list(args))), out_specs=specs(results), check_vma=False
+        )
+        places = jax.tree.map(self.sharding, specs(results), is_leaf=lambda x: isinstance(x, Spec))
+        return jax.jit(mapped, donate_argnums=donate, out_shardings=places)
+
+    def _specs_of(self, name: str) -> Any:
+        return self._weights if name == "weights" else _SPECS[name]
+
+    # ------------------------------------------------------------- weights
+
+    @property
+    def _weights(self) -> Any:
+        from pagedjax.models.decoder import abstract_params
+
+        return _map_leaves(lambda path, leaf: self.spec(path), abstract_params(self.cut.config))
+
+    def holds(self, leaf: Any) -> bool:
+        """Whether a leaf is in its place already."""
+        where = getattr(leaf, "sharding", None)
+        return isinstance(where, NamedSharding) and where.mesh == self.mesh
+
+    def put(self, params: Params) -> Params:
+        """Whole leaves dealt out, each device's part read from them; leaves in their place stay."""
+        tied: dict[int, Array] = {}
+
+        def place(path: tuple[str, ...], leaf: Any) -> Any:
+            if self.holds(leaf):
+                return leaf
+            if id(leaf) not in tied:
+                tied[id(leaf)] = self._deal(path, leaf)
+            return tied[id(leaf)]
+
+        return _map_leaves(place, params)
+
+    def _deal(self, path: tuple[str, ...], leaf: Any) -> Array:
+        shape, where = self.cut.shape(path, leaf.shape), self.sharding(self.spec(path))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+        host = np.asarray(leaf)
+        axis = rule_of(path).axis
+        if axis is None:
+            return jax.device_put(host, where)
+        width = shape[axis] // self.devices
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            device = (index[axis].start or 0) // width
+            pieces = rule_of(path).pieces(self.cut, device)
+            rows = [host[(slice(None),) * axis + (slice(*piece),)] for piece in pieces]
+            return _padded(np.concatenate(rows, axis), axis, width)
+
+        return jax.make_array_from_callback(shape, where, part)
+
+    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
+        """A leaf as one device would hold it, on the host: pieces back in their order, padding left out."""
+        host, axis = np.asarray(leaf), rule_of(path).axis
+        if axis is None:
+            return host
+        width = host.shape[axis] // self.devices
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for device in range(self.devices):
+            at = device * width
+            for start, stop in rule_of(path).pieces(self.cut, device):
+                found[start, stop] = host[(slice(None),) * axis + (slice(at, at + stop - start),)]
+                at += stop - start
+        return np.concatenate([found[piece] for piece in sorted(found)], axis)
+
+    # ------------------------------------------------------------- blocks on the host
+
+    def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        """Of devices that hold the same KV head the first one's copy is taken."""
+        own, H = self.cut.kv_heads * layout.head_dim, layout.head_dim
+        parts = blocks.reshape(*blocks.shape[:-1], self.devices, -1)[..., :: self.cut.kv_copies, :]
+        out = np.zeros((*blocks.shape[:-1], layout.width), blocks.dtype)
+        count = layout.num_kv_heads * H
+        for values in (0, 1):
+            heads = parts[..., values * own : (values + 1) * own]
+            out[..., values * count : (values + 1) * count] = heads.reshape(*heads.shape[:-2], count)
+        return out
+
+    def own_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
+        part = self.layout(layout)
+        own, count = part.kv_width, layout.kv_width
+        out = np.zeros((*blocks.shape[:-1], self.devices, part.width), blocks.dtype)
+        for values in (0, 1):
+            heads = blocks[..., values * count : (values + 1) * count].reshape(*blocks.shape[:-1], -1, own)
+            out[..., values * own : (values + 1) * own] = np.repeat(heads, self.cut.kv_copies, axis=-2)
+        return out.reshape(*blocks.shape[:-1], self.devices * part.width)
+
+
+def make_place(model: ModelConfig, tensor_parallel: int) -> OneDevice | DeviceMesh:
+    """Where a model runs: the first so many of this process's devices.
+
+    Args:
+        model: The whole model.
+        tensor_parallel: The `runtime.tensor_parallel` setting.
+
+    Raises:
+        ValueError: There are fewer devices, or the model cannot be dealt out to so many; names the numbers that work.
+    """
+    if tensor_parallel == 1:
+        return OneDevice()
+    have = jax.devices()
+    if tensor_parallel > len(have):
+        fit = [str(n) for n in possible_devices(model) if n <= len(have)]
+        raise ValueError(
+            f"runtime.tensor_parallel={tensor_parallel}: {len(have)} {have[0].platform} devices are here; try "
+            f"{', '.join(fit)} (on a CPU, set JAX_NUM_CPU_DEVICES={tensor_parallel} for so many)"
+        )
+    return DeviceMesh(model, have[:tensor_parallel])
+
+
+def _padded(array: np.ndarray, axis: int, width: int) -> np.ndarray:
+    """Zeros behind the array up to a width: rows of no token."""
+    if array.shape[axis] == width:
+        return array
+    pad = [(0, 0)] * array.ndim
+    pad[axis] = (0, width - array.shape[axis])
+    return np.pad(array, pad)
+
+
+def _map_leaves(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
+    if isinstance(tree, dict):
+        return {key: _map_leaves(fn, value, (*path, key)) for key, value in tree.items()}
+    return fn(path, tree)

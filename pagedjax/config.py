@@ -69,7 +69,8 @@ class CacheConfig:
             64 and more suit TPUs and long prompts.
         num_blocks: Blocks in the pool, the null block included; None ("auto" in files and on the command
             line) sizes it from memory_bytes.
-        memory_bytes: Bytes for the pool where num_blocks is not given.
+        memory_bytes: Bytes for the pool where num_blocks is not given, on all devices together: KV heads that
+            several devices hold count on each.
         index: Prefix index: "hash" (chained block hashes), "radix" (a tree over tokens), "table" (sharing by
             fork only), the name of an installed plug-in, or "module:Class".
         policy: Eviction policy: a name of docs/policies.md (lru, lfu, slru, s3fifo, arc, cost, retention, …) or of an
@@ -224,6 +225,8 @@ class RuntimeConfig:
         prefix_groups: Work the shared prefix of decoding sequences once for all of them: "auto" where the rule says
             that it pays (docs/kernels.md, "Break-even"), "on" wherever two share a chunk, "off" never. A program of
             its own for each bucket, compiled when first needed; the tokens are the same.
+        tensor_parallel: Devices that work each step together, each with its own heads, part of the MLP and tokens of
+            the vocabulary (docs/devices.md). The model's heads must be dealt out evenly.
     """
 
     implementation: str = ""
@@ -231,11 +234,16 @@ class RuntimeConfig:
     seed: int = 0
     checked: bool = False
     prefix_groups: str = "auto"
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         require(
             self.prefix_groups in PREFIX_GROUPS,
             f"runtime.prefix_groups={self.prefix_groups}: must be one of {', '.join(PREFIX_GROUPS)}; try auto",
+        )
+        require(
+            self.tensor_parallel >= 1,
+            f"runtime.tensor_parallel={self.tensor_parallel}: must be a number of devices; try 1",
         )
         require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
 

@@ -72,9 +72,11 @@ class LLM:
         self.progress = progress
         self.config = config
         # Heavy imports wait until a model is really wanted.
+        from pagedjax.runtime.mesh import check_devices
         from pagedjax.runtime.settings import own_settings
 
         _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
+        check_devices(config.runtime.tensor_parallel)
         with own_settings():
             self._build(on_compile, on_step)
 
@@ -84,6 +86,7 @@ class LLM:
         from pagedjax.kernels import native
         from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
+        from pagedjax.runtime.mesh import make_place
         from pagedjax.runtime.pools import check_memory, plan_pools
 
         config = self.config
@@ -105,7 +108,9 @@ class LLM:
         self._weights: tuple[int, str] | None = None  # version and digest, once it is asked for
         groups, layouts = plan_pools(loaded.config, config, length)
         self._kv_groups = groups
-        check_memory(sum(layout.num_bytes for layout in layouts), layouts[0].num_blocks)
+        place = make_place(loaded.config, config.runtime.tensor_parallel)
+        pool_bytes = sum(place.layout(layout).num_bytes for layout in layouts) * place.devices
+        check_memory(pool_bytes, layouts[0].num_blocks, place.devices)
         self.events = EventLog(config.cache.event_log) if config.cache.event_log else None
         self.manager = make_manager(
             config.cache,
@@ -130,6 +135,7 @@ class LLM:
             on_compile=on_compile,
             writable=self.manager.writable if config.runtime.checked else None,
             prefix_groups=config.runtime.prefix_groups,
+            place=place,
         )
         self.engine = Engine(
             self.manager,

@@ -259,12 +259,28 @@ def test_doctor_says_what_a_model_was_taken_for(run, tiny_folder):
     assert "end tokens: 257" in run("doctor", str(tiny_folder))[1]
 
 
+def test_doctor_says_how_a_model_is_dealt_out(run, tiny_folder):
+    def mesh(devices):
+        settings = ("--json", "--set", f"runtime.tensor_parallel={devices}")
+        return json.loads(run("doctor", str(tiny_folder), *settings)[1])["mesh"]
+
+    assert mesh(1).keys() == {"tensor_parallel", "can_be_dealt_out_to"}
+    two = mesh(2)
+    assert two["tensor_parallel"] == "2 of 8 cpu devices, in 1 process"
+    assert two["can_be_dealt_out_to"] == "1, 2 devices"
+    assert two["each_device"].startswith("3 query heads, 1 KV heads, 40 of the MLP, 129 tokens")
+    assert "layer_*/qkv/weight heads: [80, 48], [40, 48] on each device" in two["weights"]
+    assert "final_norm/scale whole: [48]" in two["weights"]
+    assert "does not divide" in mesh(3)["refused"]
+    assert "NOT ENOUGH" in mesh(16)["tensor_parallel"]
+
+
 def test_doctor_finds_out(run, tmp_path):
     code, out, _ = run("doctor", "--json", "--cache-dir", str(tmp_path))
     report = json.loads(out)
     assert code == 0 and report["packages"]["pagedjax"] == __version__
     assert report["implementations"]["xla"] == "serves"
-    assert len(report["devices"]) == 4 and "not fetched yet" in report["model"]
+    assert len(report["devices"]) == 8 and "not fetched yet" in report["model"]
     assert run("doctor", "--cache-dir", str(tmp_path))[1].count("xla: serves") == 1
 
 

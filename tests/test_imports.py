@@ -9,7 +9,7 @@ from rooms import LEVELS, ROOT, arrows, circles, imports_of, module_of, rooms, u
 
 CACHE = {"pagedjax.cache"}
 # What describes a model, without jax.
-SHAPES = {f"pagedjax.models.{m}" for m in ("config", "config_keys", "chat", "tokenizer")}
+SHAPES = {f"pagedjax.models.{m}" for m in ("config", "config_keys", "sharding", "chat", "tokenizer")}
 SETTINGS = {"pagedjax.config", *SHAPES}
 HOST = CACHE | SETTINGS | {"pagedjax.engine"}
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"}
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.config": {"numpy"},
     "pagedjax.models.config_keys": {"pagedjax.models.config"},
+    "pagedjax.models.sharding": {"pagedjax.models.config"},
     "pagedjax.models.family_configs": {
         "pagedjax.models.config",
         "pagedjax.models.config_keys",

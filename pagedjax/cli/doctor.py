@@ -52,6 +52,7 @@ def command(common: Common, source: str | None, fetch_model: bool) -> None:
         "cache_folder": _cache_folder(common),
         "model": _model(common),
         **_understood(common),
+        "mesh": _mesh(common),
         "pool": _pool(common),
         "implementations": _implementations(),
         "config_digest": common.config.digest(),
@@ -173,6 +174,45 @@ def _understood(common: Common) -> dict[str, Any]:
         "sampling": [f"{line} ({read.sampling_source})" for line in sampling] or ["none given: greedy"],
     }
     return {"understood": facts, **({"notes": list(read.notes)} if read.notes else {})}
+
+
+def _mesh(common: Common) -> dict[str, Any]:
+    """The devices that a step would run on, and which rule each weight follows where the model's files are here."""
+    import jax
+
+    from pagedjax.models.hub import describe_model
+    from pagedjax.models.sharding import Cut, possible_devices, rule_of
+
+    n, have = common.config.runtime.tensor_parallel, jax.devices()
+    facts: dict[str, Any] = {
+        "tensor_parallel": f"{n} of {len(have)} {have[0].platform} devices, in {jax.process_count()} process"
+        + ("" if n <= len(have) else "; NOT ENOUGH devices are here")
+    }
+    described = describe_model(common.config.model.model, cache_dir=_folder(common))
+    if described is None:
+        return facts
+    config = described[0]
+    facts["can_be_dealt_out_to"] = ", ".join(str(count) for count in possible_devices(config)) + " devices"
+    if n not in possible_devices(config):
+        return facts | {"refused": f"runtime.tensor_parallel={n} does not divide this model's heads and MLP"}
+    if n == 1:
+        return facts
+    from pagedjax.models.decoder import abstract_params
+    from pagedjax.models.weights import flat
+
+    cut = Cut(config, n)
+    shared = f" (each on {cut.kv_copies} devices)" if cut.kv_copies > 1 else ""
+    facts["each_device"] = (
+        f"{cut.heads} query heads, {cut.kv_heads} KV heads{shared}, {config.d_mlp // n} of the MLP, {cut.tokens} tokens"
+    )
+    local = dict(flat(abstract_params(cut.local)))
+    rules = {}
+    for name, leaf in flat(abstract_params(config)):
+        if not name.startswith("layer_") or name.startswith("layer_00/"):  # layers are alike
+            rule = rule_of(name.split("/"))
+            rows = "" if rule.axis is None else f", {list(local[name].shape)} on each device"
+            rules[name.replace("layer_00/", "layer_*/")] = f"{rule.name}: {list(leaf.shape)}{rows}"
+    return facts | {"weights": [f"{name} {rule}" for name, rule in rules.items()]}
 
 
 def _windows(config: ModelConfig) -> str:

@@ -9,8 +9,8 @@ Letters as in `kernels/layout.py`; n devices, device d. A leaf is cut along one 
     vocabulary    rows of both embeddings   device d: ceil(V/n) tokens from d * ceil(V/n), the last ones padded with 0
     whole         norms, positions, biases behind a sum
 
-So a device's part is a leaf of a smaller decoder (`Cut.local`), its own heads side by side, and sums over devices are due
-at two places of a layer: behind `out` and behind `down`. Fewer KV heads than devices: several devices hold the same one.
+So a device's part is a leaf of a smaller decoder (`Cut.local`), its own heads side by side, and sums over devices are
+due at two places of a layer: behind `out` and behind `down`. Where KV heads are fewer, several devices hold the same one.
 """
 
 from __future__ import annotations

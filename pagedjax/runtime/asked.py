@@ -1,6 +1,7 @@
 """What only some requests ask of a step: changed logits, log-probabilities. Others pay nothing for it.
 
-The programs are shared by all runners on one device, one per number of samples in a bucket, compiled when first asked for.
+The programs are shared by all runners on one device, one per number of samples in a bucket, compiled when first
+asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
 from pagedjax.runtime.compile_clock import CompileClock
-from pagedjax.runtime.mesh import OneDevice, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Place
 from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
 
 Array = Any
@@ -56,7 +57,7 @@ class AskedPrograms(NamedTuple):
         )
 
 
-ON_ONE_DEVICE = AskedPrograms.on(OneDevice())  # shared by all runners on one device
+ON_ONE_DEVICE = AskedPrograms.on(ONE_DEVICE)  # shared by all runners on one device
 
 
 def _wants_scores(p: SamplingParams) -> bool:
@@ -91,5 +92,7 @@ def answer_asked(
     drawn = np.asarray(tokens)[:count].tolist()
     if not any(_wants_scores(seq.request.sampling) for seq in samples):
         return Asked(drawn, [], [], None, None)
-    logprobs, ranks, ids, top = (np.asarray(x)[:count] for x in compiling.call(programs.score, logits, tokens))
+    logprobs, ranks, ids, top = (
+        np.asarray(x)[:count] for x in compiling.call(programs.score, logits, tokens)
+    )
     return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)

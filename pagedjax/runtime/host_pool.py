@@ -11,7 +11,7 @@ import numpy as np
 from pagedjax.cache import CopyBatch, CopyPlan
 from pagedjax.kernels import KVLayout, KVPool, copy_blocks, gather_blocks, scatter_blocks
 from pagedjax.runtime.compile_clock import CompileClock
-from pagedjax.runtime.mesh import OneDevice, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Place
 
 # Blocks per call. A fork of n samples copies n-1 blocks, and padding is gathered too; a sequence that is
 # swapped moves many.
@@ -27,7 +27,8 @@ class HostPool:
         devices: That have a part of this layout each.
 
     Attributes:
-        data: [num_blocks, L, B, devices * width] in the pool's dtype. Pages are taken from the system when first written.
+        data: [num_blocks, L, B, devices * width] in the pool's dtype. Pages are taken from the system when first
+            written.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, devices: int = 1) -> None:
@@ -54,7 +55,7 @@ class BlockCopies:
         layouts: Sequence[KVLayout],
         host_blocks: int = 0,
         compiling: CompileClock | None = None,
-        place: Place = OneDevice(),
+        place: Place = ONE_DEVICE,
     ) -> None:
         self.host_blocks = host_blocks
         self.hosts = tuple(HostPool(layout, host_blocks, place.devices) for layout in layouts)

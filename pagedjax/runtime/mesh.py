@@ -3,8 +3,8 @@
     step:  weights, pool, batch ──► each device: its heads, its part of the MLP, its tokens ──► drawn tokens, pool
                                     all-reduce behind `out`, all-reduce behind `down`, one exchange of who is best
 
-Programs are named by what they are given: "weights", "pool" (cut on its minor axis), "blocks" (copies of it), "logits" (cut
-by token) and "whole" (the same on every device). Every result's place is fixed: else the pool came back whole.
+Programs name what they are given: "weights", "pool" (cut on its minor axis), "blocks" (copies out of it), "logits" (cut
+by token) and "whole" (the same on every device). The place of every result is fixed: else the pool came back whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.sharding import AXIS, Cut, possible_devices, rule_of
+from pagedjax.models.sharding import AXIS, Cut, rule_of
 from pagedjax.runtime.vocabulary import WHOLE, CutVocabulary, Vocabulary
 
 Array = Any
@@ -44,8 +44,10 @@ class Place(Protocol):
     """
 
     devices: int
-    cut: Cut | None
     vocabulary: Vocabulary
+
+    @property
+    def cut(self) -> Cut | None: ...
 
     def layout(self, layout: KVLayout) -> KVLayout:
         """A device's part of a pool, from the pool of the whole model."""
@@ -86,8 +88,8 @@ class OneDevice:
     """Programs and arrays as jax makes them."""
 
     devices = 1
-    cut = None
-    vocabulary = WHOLE
+    cut: Cut | None = None
+    vocabulary: Vocabulary = WHOLE
 
     def layout(self, layout: KVLayout) -> KVLayout:
         return layout
@@ -114,6 +116,9 @@ class OneDevice:
 
     def own_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
         return blocks
+
+
+ONE_DEVICE: Place = OneDevice()
 
 
 class DeviceMesh:
@@ -210,7 +215,7 @@ class DeviceMesh:
             return jax.device_put(host, where)
         width = shape[axis] // self.devices
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             device = (index[axis].start or 0) // width
             pieces = rule_of(path).pieces(self.cut, device)
             rows = [host[(slice(None),) * axis + (slice(*piece),)] for piece in pieces]
@@ -255,7 +260,7 @@ class DeviceMesh:
         return out.reshape(*blocks.shape[:-1], self.devices * part.width)
 
 
-def make_place(model: ModelConfig, tensor_parallel: int) -> OneDevice | DeviceMesh:
+def make_place(model: ModelConfig, tensor_parallel: int) -> Place:
     """Where a model runs: the first so many of this process's devices.
 
     Args:
@@ -266,15 +271,24 @@ def make_place(model: ModelConfig, tensor_parallel: int) -> OneDevice | DeviceMe
         ValueError: There are fewer devices, or the model cannot be dealt out to so many; names the numbers that work.
     """
     if tensor_parallel == 1:
-        return OneDevice()
-    have = jax.devices()
+        return ONE_DEVICE
+    check_devices(tensor_parallel)
+    return DeviceMesh(model, jax.devices()[:tensor_parallel])
+
+
+def check_devices(tensor_parallel: int) -> None:
+    """Refuse more devices than there are, before a model is loaded.
+
+    Raises:
+        ValueError: Says how many there are.
+    """
+    have = jax.devices() if tensor_parallel > 1 else [None]
     if tensor_parallel > len(have):
-        fit = [str(n) for n in possible_devices(model) if n <= len(have)]
-        raise ValueError(
-            f"runtime.tensor_parallel={tensor_parallel}: {len(have)} {have[0].platform} devices are here; try "
-            f"{', '.join(fit)} (on a CPU, set JAX_NUM_CPU_DEVICES={tensor_parallel} for so many)"
-        )
-    return DeviceMesh(model, have[:tensor_parallel])
+        platform = getattr(have[0], "platform", "")
+        more = f", or set JAX_NUM_CPU_DEVICES={tensor_parallel}" if platform == "cpu" else ""
+        here = f"{len(have)} {platform} device" + ("s are" if len(have) > 1 else " is")
+        upto = f"at most {len(have)}" if len(have) > 1 else "1"
+        raise ValueError(f"runtime.tensor_parallel={tensor_parallel}: {here} here; try {upto}{more}")
 
 
 def _padded(array: np.ndarray, axis: int, width: int) -> np.ndarray:

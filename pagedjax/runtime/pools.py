@@ -12,6 +12,7 @@ from pagedjax.config import Config
 from pagedjax.engine.managers import size_groups
 from pagedjax.kernels import KVLayout
 from pagedjax.models.config import LayerGroup, ModelConfig
+from pagedjax.models.sharding import Cut
 
 
 def plan_pools(
@@ -21,15 +22,19 @@ def plan_pools(
 
     Args:
         model: The decoder's shapes.
-        config: All settings; the `cache` section says how much memory there is.
+        config: All settings; the `cache` section says how much memory there is, on all devices together.
         max_model_len: Longest sequence in tokens.
 
+    Returns:
+        The groups, and the layouts of the whole model's pools.
+
     Raises:
-        ValueError: The memory is too small for the groups.
+        ValueError: The memory is too small for the groups, or the model cannot be dealt out to so many devices.
     """
     groups = model.layer_groups
     if not config.cache.window_groups:
         groups = (LayerGroup(None, tuple(range(model.num_layers))),)
+    cut = Cut(model, config.runtime.tensor_parallel)
     one_block = [
         KVLayout(
             len(group.layers),
@@ -45,7 +50,10 @@ def plan_pools(
     kv_groups = size_groups(
         config.cache,
         [group.window for group in groups],
-        [layout.num_bytes for layout in one_block],
+        [
+            cut.devices * dataclasses.replace(layout, num_kv_heads=cut.kv_heads).num_bytes
+            for layout in one_block
+        ],
         max_model_len=max_model_len,
         step_tokens=step_tokens if config.scheduler.chunked_prefill else max_model_len,
     )
@@ -56,8 +64,13 @@ def plan_pools(
     return kv_groups, layouts
 
 
-def check_memory(pool_bytes: int, num_blocks: int) -> None:
+def check_memory(pool_bytes: int, num_blocks: int, devices: int = 1) -> None:
     """Refuse a pool the machine cannot hold, before the allocator is killed for it.
+
+    Args:
+        pool_bytes: On all devices together.
+        num_blocks: For the message.
+        devices: That hold equal parts of it; CPU devices share the machine's memory.
 
     Raises:
         ValueError: Names both sizes.
@@ -65,7 +78,7 @@ def check_memory(pool_bytes: int, num_blocks: int) -> None:
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        available = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        available = devices * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     else:
         available = psutil.virtual_memory().available
     if pool_bytes > available:

@@ -24,7 +24,7 @@ from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, check_batch, pack
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
-from pagedjax.runtime.mesh import OneDevice, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Place
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
@@ -91,7 +91,7 @@ class JaxRunner:
         on_compile: Callable[[Bucket], None] | None = None,
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
         prefix_groups: str = "auto",
-        place: Place = OneDevice(),
+        place: Place = ONE_DEVICE,
     ) -> None:
         native.prepare(implementation)
         self.model = model
@@ -230,7 +230,9 @@ class JaxRunner:
         out = self._dispatch(bucket, batch, bool(shared))
         dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
-        asked = answer_asked(samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling, self._asked)
+        asked = answer_asked(
+            samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling, self._asked
+        )
         prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
         return StepResult(
             asked.tokens,

@@ -1,7 +1,7 @@
 """The columns of a logits array as tokens: all of them on one device, or a device's part of several.
 
-What is asked of a whole row of logits (its sum, its largest, who is best) is asked here, so that sampling is written once.
-Where the columns are dealt out, a device works its own and only numbers per row cross: nobody holds the whole row.
+What is asked of a whole row of logits (its sum, its largest, who is best) is asked here, so that sampling is written
+once. Where columns are dealt out, a device works its own and only numbers per row cross: nobody holds the whole row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Vocabulary:
         return jnp.take_along_axis(logits, tokens[:, None], axis=-1)
 
     def top(self, logits: Array, count: int) -> tuple[Array, Array]:
-        """The best `count` tokens, best first, of equal ones the lowest first: f[Q, count] and their ids i32[Q, count]."""
+        """The best tokens, best first, of equal ones the lowest first: f[Q, count] and their ids i32[Q, count]."""
         values, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
         return values, ids.astype(jnp.int32)
 

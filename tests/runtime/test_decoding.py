@@ -15,7 +15,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import Request, SamplingParams, Sequence
 from pagedjax.runtime import Adjustments, Buckets
 from pagedjax.runtime.adjust import adjust
-from pagedjax.runtime.asked import draw_adjusted, score
+from pagedjax.runtime.asked import ON_ONE_DEVICE, AskedPrograms
 
 
 @pytest.fixture(scope="session")
@@ -278,21 +278,20 @@ def test_no_step_program_is_added_by_penalties_logprobs_and_beams(tiny, make_eng
     engine.add(prompt_of(9), SamplingParams(max_tokens=4, min_tokens=4, temperature=1.0, n=2, best_of=3))
     run_all(engine)
     assert engine.runner.num_programs == programs <= 12
-    asked = draw_adjusted._cache_size(), score._cache_size()
+    asked = [program._cache_size() for program in ON_ONE_DEVICE]
     for n in range(5):  # what was compiled for those who ask serves all who come after
         engine.add(prompt_of(5 + n), greedy(4, presence_penalty=0.5, logprobs=n, min_tokens=2))
     engine.add(prompt_of(3), SamplingParams(max_tokens=4, temperature=1.0, top_p=0.5, logit_bias={5: 1.0}))
     run_all(engine)
-    assert (draw_adjusted._cache_size(), score._cache_size()) == asked
+    assert [program._cache_size() for program in ON_ONE_DEVICE] == asked
 
 
 def test_a_step_nobody_asks_anything_of_calls_no_other_program(tiny, make_engine, run_all, monkeypatch):
     def called(*_):
         raise AssertionError("nobody asked")
 
-    monkeypatch.setattr("pagedjax.runtime.asked.score", called)
-    monkeypatch.setattr("pagedjax.runtime.asked.draw_adjusted", called)
     engine = make_engine(tiny)
+    monkeypatch.setattr(engine.runner, "_asked", AskedPrograms(called, called))
     engine.add(prompt_of(5), greedy(4))
     engine.add(prompt_of(6), SamplingParams(max_tokens=4, temperature=1.0, top_k=5, n=2))
     assert all(o.finished for o in run_all(engine).values())

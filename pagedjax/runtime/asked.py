@@ -13,7 +13,7 @@ import numpy as np
 from pagedjax.engine.request import SamplingParams, Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
 from pagedjax.runtime.compile_clock import CompileClock
-from pagedjax.runtime.mesh import ONE_DEVICE, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 from pagedjax.runtime.sampling import SamplingBatch, sample_tokens, score_tokens
 
 Array = Any
@@ -41,7 +41,7 @@ class AskedPrograms(NamedTuple):
     score: Any
 
     @classmethod
-    def on(cls, place: Place) -> AskedPrograms:
+    def on(cls, place: Placement) -> AskedPrograms:
         """Programs for a runner's devices."""
         vocabulary = place.vocabulary
 

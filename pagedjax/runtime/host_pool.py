@@ -11,7 +11,7 @@ import numpy as np
 from pagedjax.cache import CopyBatch, CopyPlan
 from pagedjax.kernels import KVLayout, KVPool, copy_blocks, gather_blocks, scatter_blocks
 from pagedjax.runtime.compile_clock import CompileClock
-from pagedjax.runtime.mesh import ONE_DEVICE, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 
 # Blocks per call. A fork of n samples copies n-1 blocks, and padding is gathered too; a sequence that is
 # swapped moves many.
@@ -55,7 +55,7 @@ class BlockCopies:
         layouts: Sequence[KVLayout],
         host_blocks: int = 0,
         compiling: CompileClock | None = None,
-        place: Place = ONE_DEVICE,
+        place: Placement = ONE_DEVICE,
     ) -> None:
         self.host_blocks = host_blocks
         self.hosts = tuple(HostPool(layout, host_blocks, place.devices) for layout in layouts)

@@ -34,7 +34,7 @@ _SPECS = {
 }
 
 
-class Place(Protocol):
+class Placement(Protocol):
     """What the runner asks of its devices.
 
     Attributes:
@@ -118,7 +118,7 @@ class OneDevice:
         return blocks
 
 
-ONE_DEVICE: Place = OneDevice()
+ONE_DEVICE: Placement = OneDevice()
 
 
 class DeviceMesh:
@@ -260,7 +260,7 @@ class DeviceMesh:
         return out.reshape(*blocks.shape[:-1], self.devices * part.width)
 
 
-def make_place(model: ModelConfig, tensor_parallel: int) -> Place:
+def make_place(model: ModelConfig, tensor_parallel: int) -> Placement:
     """Where a model runs: the first so many of this process's devices.
 
     Args:

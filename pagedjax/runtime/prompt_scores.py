@@ -15,7 +15,7 @@ import numpy as np
 from pagedjax.engine import TokenScores
 from pagedjax.engine.step import StepPlan
 from pagedjax.runtime.compile_clock import CompileClock
-from pagedjax.runtime.mesh import Place
+from pagedjax.runtime.mesh import Placement
 from pagedjax.runtime.sampling import score_tokens
 
 Array = Any
@@ -30,7 +30,7 @@ class PromptScores:
         place: The runner's devices.
     """
 
-    def __init__(self, logits: Callable[[dict[str, Any], Array], Array], place: Place) -> None:
+    def __init__(self, logits: Callable[[dict[str, Any], Array], Array], place: Placement) -> None:
         def score(params: dict[str, Any], hidden: Array, at: Array, tokens: Array) -> tuple[Array, ...]:
             return score_tokens(logits(params, hidden[at]), tokens, place.vocabulary)
 

@@ -24,7 +24,7 @@ from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, check_batch, pack
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
-from pagedjax.runtime.mesh import ONE_DEVICE, Place
+from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
@@ -91,7 +91,7 @@ class JaxRunner:
         on_compile: Callable[[Bucket], None] | None = None,
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
         prefix_groups: str = "auto",
-        place: Place = ONE_DEVICE,
+        place: Placement = ONE_DEVICE,
     ) -> None:
         native.prepare(implementation)
         self.model = model

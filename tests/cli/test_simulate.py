@@ -253,7 +253,8 @@ def test_every_field_of_the_python_simulation_has_its_option() -> None:
     options = {p.name for p in command.params}
     ways = {
         "trace": "file", "manager": "settings", "config": "settings", "cost": "hardware",
-        "max_model_len": "max_model_len", "n": "n", "beams": "beam_width", "until_s": "until", "in_flight": "in_flight", "hash_plans": "hash_plans",
+        "max_model_len": "max_model_len", "n": "n", "beams": "beam_width", "until_s": "until",
+        "in_flight": "in_flight", "hash_plans": "hash_plans",
         "skip": "no_skip", "observe": "record_file", "on_record": "records",
         "watch": None,  # a function of each plan: what it is for, batch and pool, is printed
     }  # fmt: skip

@@ -39,6 +39,8 @@ def render_chat(
     import jinja2
     from jinja2 import meta
 
+    from pagedjax.models.template_limits import bounded
+
     env = _environment()
     try:
         tree = env.parse(template)
@@ -51,11 +53,9 @@ def render_chat(
                     f"it uses {', '.join(known) or 'none'}"
                 )
         plain = plain_messages(messages, parts=_loops_over_content(tree))
-        return env.from_string(tree).render(
-            **{**(special or {}), **(variables or {})},
-            messages=plain,
-            add_generation_prompt=add_generation_prompt,
-        )
+        given: dict[str, Any] = {**(special or {}), **(variables or {})}
+        render = bounded(env, tree)
+        return render(**given, messages=plain, add_generation_prompt=add_generation_prompt)
     except ValueError:
         raise
     except Exception as error:  # a template is a program, and may raise whatever it likes
@@ -103,7 +103,8 @@ def _part_text(part: Any, where: str) -> str:
 def _environment() -> Any:
     import jinja2
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from pagedjax.models.template_limits import BoundedSandbox
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -128,7 +129,7 @@ def _environment() -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    env = ImmutableSandboxedEnvironment(
+    env = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     env.filters["tojson"] = tojson

@@ -121,6 +121,47 @@ def test_folder(folder):
     assert tok.apply_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
 
 
+ENDLESS = {
+    "{{ 'a' * 10**10 }}": "a text times a number",
+    "{{ [1] * 10**9 }}": "a text times a number",
+    "{% set n = 10 %}{{ n ** (n ** 8) }}": "a power",
+    "{% set n = 10 ** 900 %}{{ n * n * n * n * n }}": "a product",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "ranges",
+    "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}": "texts put",
+    "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}": "a sum of texts",
+    "{% set a = 'a' * 4000 %}{{ a.replace('a', 'b' * 9000) }}": "a text with replacements",
+    "{{ '%1000000000d' % 1 }}": "a format with a width",
+    "{{ '{:>1000000000}'.format('a') }}": "a format with a width",
+    "{{ 'a'.ljust(10**10) }}": "unsafe",
+    "{{ 'a'|center(10**10) }}": "center",
+    "{{ 'a'|indent(10**10) }}": "indent",
+    "{{ 'ab'|batch(10**10, 'x')|list }}": "batch",
+    "{% for i in range(9999) %}{{ messages[0].content * 5000 }}{% endfor %}": "the prompt",
+    "{{ lipsum(n=100000) }}": "'lipsum' is undefined",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ ''.__class__.__mro__ }}": "unsafe",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_neither_fills_the_memory_nor_runs_for_ever(template):
+    with pytest.raises(ValueError, match="chat template: ") as caught:
+        render_chat(template, [{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert ENDLESS[template] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_published_templates_do_is_within_the_bounds():
+    template = (
+        "{% for i in range(messages|length) %}{{ i ~ ':' ~ messages[i].content ~ none }}{% endfor %}{{ '-' * 3 }}"
+        "{{ 2 ** 3 }}{{ 2 ** 0.5 }}{{ 2.5 * 2 }}{{ '%s' % 'x' }}{{ 'ab'.replace('a', 'bb') }}{{ [1] + [2] }}{{ 7 % 4 }}"
+        "{{ 'x'|indent(4) }}{{ '{}'.format(5) }}{{ messages|tojson(indent=None) }}"
+    )
+    said = [{"role": "user", "content": "hi"}]
+    assert render_chat(template, said, add_generation_prompt=False) == (
+        "0:hi" + "None---8" + str(2**0.5) + "5.0xbbb[1, 2]3x5" + json.dumps(said)
+    )
+
+
 def test_template_file_and_named_templates(folder):
     (folder / "chat_template.jinja").write_text("file")
     assert load_tokenizer(folder).apply_chat([]) == "file"

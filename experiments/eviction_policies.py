@@ -43,7 +43,7 @@ def _units(smoke: bool, seed: int) -> list[Unit]:
 def _trace(unit: Unit, data: Path) -> Trace:
     trace = open_trace(data / FILES[unit["trace"]])
     head = unit["head"] or (AGENTIC_REQUESTS if unit["trace"] == "agentic" else 0)
-    return trace.head(head) if head else trace
+    return (trace.head(head) if head else trace).held()
 
 
 def _run(unit: Unit, data: Path) -> Iterator[TableRow]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pagedjax.cache.eviction import LRU, EvictionPolicy
 from pagedjax.cache.plugins import Plugins
 from pagedjax.cache.policies.adaptive import ARC, LeCaR, WTinyLFU
+from pagedjax.cache.policies.credit import ReuseCredit
 from pagedjax.cache.policies.future import Belady
-from pagedjax.cache.policies.queues import S3FIFO, SIEVE, SLRU, TwoQ
+from pagedjax.cache.policies.queues import LIRS, S3FIFO, SIEVE, SLRU, TwoQ
 from pagedjax.cache.policies.scored import FIFO, LFU, LRU2, LengthAware
-from pagedjax.cache.policies.worth import GDSF, CostAware, Retention
+from pagedjax.cache.policies.worth import GDSF, CostAware, GDSFKept, Retention
 
 PolicyFactory = Callable[[int], EvictionPolicy]
 
@@ -35,11 +36,14 @@ POLICIES: dict[str, PolicyFactory] = {
     "2q": TwoQ,
     "arc": ARC,
     "lru-2": LRU2,
+    "lirs": LIRS,
     "w-tinylfu": WTinyLFU,
     "lecar": LeCaR,
     "gdsf": GDSF,
+    "gdsf-kept": GDSFKept,
     "length-aware": LengthAware,
     "cost": CostAware,
+    "reuse-credit": ReuseCredit,
     "retention": Retention,
     "belady": _needs_a_future,
 }
@@ -63,6 +67,7 @@ __all__ = [
     "FIFO",
     "GDSF",
     "LFU",
+    "LIRS",
     "LRU",
     "LRU2",
     "POLICIES",
@@ -72,10 +77,12 @@ __all__ = [
     "SLRU",
     "Belady",
     "CostAware",
+    "GDSFKept",
     "LeCaR",
     "LengthAware",
     "PolicyFactory",
     "Retention",
+    "ReuseCredit",
     "TwoQ",
     "WTinyLFU",
     "make_policy",

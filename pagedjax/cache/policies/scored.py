@@ -18,6 +18,7 @@ class ScoreQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, int]] = []
         self._live: dict[int, tuple[Any, int, int]] = {}
+        self._named: list[tuple[Any, int, int]] = []  # taken from the heap by `first`: mostly they leave at once
         self._arrivals = 0
 
     def __len__(self) -> int:
@@ -27,12 +28,20 @@ class ScoreQueue:
         return block in self._live
 
     def push(self, block: int, score: Any) -> None:
+        if self._named:
+            self._put_back()
         self._arrivals += 1
         entry = (score, self._arrivals, block)
         self._live[block] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = sorted(self._live.values())
+
+    def _put_back(self) -> None:
+        for entry in self._named:
+            if self._live.get(entry[2]) is entry:
+                heapq.heappush(self._heap, entry)
+        self._named.clear()
 
     def score(self, block: int) -> Any:
         """The score of a block that is there."""
@@ -50,6 +59,7 @@ class ScoreQueue:
 
     def ordered(self) -> Iterator[int]:
         """The blocks in order; they stay. Nothing may be pushed or discarded meanwhile."""
+        self._put_back()
         heap, live = self._heap, self._live
         while heap and live.get(heap[0][2]) is not heap[0]:
             heapq.heappop(heap)
@@ -63,18 +73,18 @@ class ScoreQueue:
 
     def first(self, count: int) -> list[int]:
         """The first `count` blocks in order; they stay."""
+        if self._named:
+            self._put_back()
         heap, live = self._heap, self._live
         if count == 1:  # what a growing sequence asks for
             while heap and live.get(heap[0][2]) is not heap[0]:
                 heapq.heappop(heap)
             return [heap[0][2]] if heap else []
-        out: list[tuple[Any, int, int]] = []
+        out = self._named
         while heap and len(out) < count:
             entry = heapq.heappop(heap)
             if live.get(entry[2]) is entry:
                 out.append(entry)
-        for entry in out:
-            heapq.heappush(heap, entry)
         return [block for _, _, block in out]
 
     def blocks(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from itertools import pairwise
 
 from pagedjax.cache.policies.scored import Scored
@@ -40,14 +41,18 @@ class CostAware(Scored):
         self._before[block] = (before, self._lives[before])
 
     def insert(self, blocks: list[int], keys: list[bytes], first: int, hints: Hints, now: float) -> None:
-        for i, b in enumerate(blocks, start=first):
-            self._uses[b] = 1
+        for i, (b, key) in enumerate(zip(blocks, keys), start=first):
+            self._uses[b] = 1 + self._uses_before(b, key)
             self._cost[b] = self._base_s + i * self._per_block_s
-            self._worth[b] = self._age + self._cost[b]
+            self._worth[b] = self._age + self._uses[b] * self._cost[b]
         for before, b in pairwise(blocks):
             self.link(before, b)
         for b in reversed(blocks):
             self._lift(b)
+
+    def _uses_before(self, block: int, key: bytes) -> int:
+        """Uses of a content before the one by which it is indexed now."""
+        return 0
 
     def hit(self, blocks: list[int], idle: list[int], first: int, hints: Hints, now: float) -> None:
         super().hit(blocks, idle, first, hints, now)
@@ -86,6 +91,36 @@ class GDSF(CostAware):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks, base_s=1.0, per_block_s=0.0)
+
+
+class GDSFKept(GDSF):
+    """GDSF that keeps the count of uses after eviction.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        remembered: Contents remembered after eviction, as a share of the pool.
+
+    Source: as GDSF; the memory bounded as a ghost list of S3-FIFO or ARC.
+    """
+
+    def __init__(self, num_blocks: int, remembered: float = 2.0) -> None:
+        super().__init__(num_blocks)
+        self._ghost_limit = int(remembered * (num_blocks - 1))
+        self._keys: dict[int, bytes] = {}
+        self._ghost: OrderedDict[bytes, int] = OrderedDict()
+
+    def _uses_before(self, block: int, key: bytes) -> int:
+        self._keys[block] = key
+        return self._ghost.pop(key, 0)
+
+    def remove(self, blocks: list[int]) -> None:
+        super().remove(blocks)
+        for b in blocks:
+            key = self._keys.pop(b)
+            self._ghost.pop(key, None)
+            self._ghost[key] = self._uses[b]
+        while len(self._ghost) > self._ghost_limit:
+            self._ghost.popitem(last=False)
 
 
 class Retention(Scored):

@@ -81,6 +81,11 @@ class Trace:
             raise ValueError(f"num_requests={num_requests}: must be at least 1")
         return self._derived(f"head={num_requests}", lambda: islice(iter(self), num_requests))
 
+    def held(self) -> Trace:
+        """The same with its requests in memory, for who reads it many times."""
+        requests = list(self)
+        return replace(self, source=lambda: iter(requests))
+
     def between(self, from_s: float = 0.0, to_s: float = float("inf")) -> Trace:
         """Requests that arrive from `from_s` on and before `to_s`; `from_s` becomes time 0.
 

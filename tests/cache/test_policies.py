@@ -1,6 +1,7 @@
 """What is particular to each eviction policy; the suite over all of them is in test_suites.py."""
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -8,7 +9,16 @@ import pytest
 
 from pagedjax.cache import POLICIES, Hints
 from pagedjax.cache.eviction import LRU
-from pagedjax.cache.policies import Belady, CostAware, Retention, make_policy
+from pagedjax.cache.policies import (
+    GDSF,
+    LIRS,
+    Belady,
+    CostAware,
+    GDSFKept,
+    Retention,
+    ReuseCredit,
+    make_policy,
+)
 from pagedjax.cache.policies.adaptive import RecentCounts
 from pagedjax.sim.replay import PolicyStore
 
@@ -214,12 +224,15 @@ FROZEN = {
     "cost": 2560,
     "fifo": 1928,
     "gdsf": 2464,
+    "gdsf-kept": 2900,
     "lecar": 2392,
     "length-aware": 1804,
     "lfu": 2744,
+    "lirs": 2044,
     "lru": 2148,
     "lru-2": 3192,
     "retention": 2376,
+    "reuse-credit": 3100,
     "s3fifo": 2880,
     "sieve": 2936,
     "slru": 3144,
@@ -319,7 +332,7 @@ def _lru_2(asked, size):
     return hits
 
 
-def _gdsf(asked, size):
+def _gdsf(asked, size, kept=False):
     worth, count, arrival, age, hits = {}, {}, {}, 0.0, 0
     for now, x in enumerate(asked):
         if x in worth:
@@ -329,24 +342,60 @@ def _gdsf(asked, size):
             if len(worth) == size:
                 victim = min(worth, key=lambda y: (worth[y], arrival[y]))
                 age = max(age, worth.pop(victim))
-            count[x] = 1
+            count[x] = count[x] + 1 if kept and x in count else 1
         worth[x] = age + count[x]
         arrival[x] = now
     return hits
 
 
-@pytest.mark.parametrize(
-    ("name", "textbook"), [("sieve", _sieve), ("2q", _two_q), ("lru-2", _lru_2), ("gdsf", _gdsf)]
-)
-def test_single_blocks_as_in_the_textbook(name, textbook):
+def _lirs(asked, size):
+    """With the stack itself, and its pruning; five of the 21 blocks of a pool for what is not low."""
+    stack, low, queue, hits = [], set(), [], 0
+    for x in asked:
+        hits += x in low or x in queue
+        if x not in low and x not in queue and len(low) + len(queue) == size:
+            if queue:
+                queue.pop(0)
+            else:
+                low.discard(stack[0])
+        while stack and stack[0] not in low:
+            stack.pop(0)
+        becomes_low = x in low or len(low) < 16 or x in stack
+        if x in queue:
+            queue.remove(x)
+        if x in stack:
+            stack.remove(x)
+        stack.append(x)
+        (low.add if becomes_low else queue.append)(x)
+        if len(low) > 16:
+            low.discard(stack[0])
+            queue.append(stack.pop(0))
+        while stack[0] not in low:
+            stack.pop(0)
+    return hits
+
+
+TEXTBOOKS = {
+    "sieve": ("sieve", _sieve),
+    "2q": ("2q", _two_q),
+    "lru-2": ("lru-2", _lru_2),
+    "gdsf": ("gdsf", _gdsf),
+    "gdsf-kept": ("gdsf-kept", lambda asked, size: _gdsf(asked, size, kept=True)),
+    "lirs": (lambda num_blocks: LIRS(num_blocks, passing=0.25), _lirs),
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOKS)
+def test_single_blocks_as_in_the_textbook(name):
     """A store of 20 among 60 contents, some asked for often, some in bursts; every request one block."""
     rng = random.Random(f"textbook {name}")
+    policy, textbook = TEXTBOOKS[name]
     for _ in range(4):
         asked = []
         while len(asked) < 1500:
             x = int(60 * rng.random() ** 2)
             asked += [x] * rng.choice((1, 1, 1, 2))
-        store = PolicyStore(20, name)
+        store = PolicyStore(20, policy)
         hits = 0
         for x in asked:
             hits += store.hits(np.array([x]))
@@ -426,3 +475,115 @@ def test_recent_counts_fade():
     assert recent[b"a"] == 9 and recent[b"5"] == 1
     recent.add(b"a")  # the hundredth: all are halved
     assert recent[b"a"] == 5 and recent[b"5"] == 0 and len(recent._counts) == 1
+
+
+def _turns(seed):
+    """Requests as rows of keys: conversations whose last block is written anew by the next turn, long and short."""
+    rng, fresh, open_ = random.Random(seed), itertools.count(1), []
+    for _ in range(400):
+        if open_ and rng.random() < 0.6:
+            row = open_[int(rng.random() ** 2 * len(open_))]
+        else:
+            row = [] if rng.random() < 0.5 else [0]
+            open_.insert(0, row)
+            del open_[25:]
+        row += [next(fresh) for _ in range(rng.choice((1, 2, 8)))]
+        del row[30:]
+        yield [*row, next(fresh)]
+
+
+def _reuse_credit(rows, capacity, fade):
+    """Hit blocks a request, scores from the whole history of outcomes; the pool has a block more than the store."""
+    pool, outcomes, inserted, epoch, since, arrivals = capacity + 1, [], 0, 0, 0, 0
+    held, ghost = {}, {}  # key -> (score, arrival, uses, class); key -> (uses, class)
+
+    def end(classes, returned):
+        nonlocal epoch, since
+        outcomes.extend((epoch, c, returned) for c in classes)
+        since += len(classes)
+        if since >= fade * pool:
+            epoch, since = epoch + 1, 0
+
+    def credit(kind):
+        ended = returned = own_ended = own_returned = 0.0
+        for at, c, came in outcomes:
+            weight = 0.5 ** (epoch - at)
+            ended, returned = ended + weight, returned + weight * came
+            own_ended, own_returned = (
+                own_ended + weight * (c == kind),
+                own_returned + weight * came * (c == kind),
+            )
+        share = (returned + 1) / (ended + 1)
+        return math.log2((own_returned + 20 * share) / (own_ended + 20) / share)
+
+    for row in rows:
+        hit = next((i for i, key in enumerate(row) if key not in held), len(row))
+        assert not any(key in held for key in row[hit:]), "a head went before its tail"
+        yield hit
+        end([held[key][3] for key in row[:hit]], returned=True)
+        uses = {key: held.pop(key)[2] + 1 for key in row[:hit]}
+        while len(held) + len(row) > capacity:
+            victim = min(held, key=held.get)
+            ghost[victim] = held.pop(victim)[2:]
+        forgotten = list(ghost)[: max(len(ghost) - 2 * pool, 0)]
+        end([ghost.pop(key)[1] for key in forgotten], returned=False)
+        inserted += len(row) - hit
+        end([ghost[key][1] for key in row[hit:] if key in ghost], returned=True)
+        uses |= {key: ghost.pop(key, (0, 0))[0] + 1 for key in row[hit:]}
+        for key in reversed(row):
+            kind = 2 * len(bin(len(row))[2:]) + (key == row[-1])
+            arrivals += 1
+            score = inserted + pool * credit(kind) + pool * math.log2(uses[key])
+            held[key] = score, arrivals, uses[key], kind
+
+
+def test_reuse_credit_is_what_it_says():
+    """Against a judge that keeps every outcome and sorts: the same hits in every request."""
+    for seed in range(2):
+        rows = list(_turns(seed))
+        store = PolicyStore(60, lambda num_blocks: ReuseCredit(num_blocks, fade=3.0))
+        ours = []
+        for row in rows:
+            ours.append(store.hits(np.array(row)))
+            store.touch(np.array(row))
+        assert ours == list(_reuse_credit(rows, 60, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("less", "same"),
+    [(lambda n: ReuseCredit(n, credit=0.0), LRU), (lambda n: GDSFKept(n, remembered=0.0), GDSF)],
+)
+def test_what_is_taken_away_leaves_the_textbook(less, same):
+    rows = list(_turns(7))
+    ours, theirs = PolicyStore(60, less), PolicyStore(60, same)
+    for row in rows:
+        keys = np.array(row)
+        assert ours.hits(keys) == theirs.hits(keys)
+        ours.touch(keys)
+        theirs.touch(keys)
+
+
+def test_reuse_credit_learns_which_ends_do_not_come_back():
+    policy = ReuseCredit(41)
+    for turn in range(60):  # requests of three blocks, whose last one is new in every turn
+        policy.insert([1, 2, 3], [b"a", b"b", b"end%d" % turn], 0, PLAIN, 0.0)
+        policy.release([3, 2, 1], 0.0)
+        policy.remove([3, 2, 1])
+    policy.insert([1, 2, 3], [b"a", b"b", b"new"], 0, PLAIN, 0.0)
+    policy.insert([4], [b"other"], 1, PLAIN, 0.0)
+    policy.release([4], 0.0)
+    policy.release([3, 2, 1], 0.0)
+    assert policy.victim(4, 0.0)[:2] == [4, 3]
+
+
+def test_lirs_promotes_what_comes_back_before_a_low_block():
+    policy = LIRS(11, passing=0.2)  # eight low blocks, two others
+    _put(policy, list(range(1, 9)))
+    policy.release(list(range(8, 0, -1)), 0.0)
+    _put(policy, [9])
+    policy.release([9], 1.0)
+    assert policy.victim(9, 1.0) == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    policy.remove([9])
+    _put(policy, [9])  # it is remembered, younger than 8, the low block used longest ago, which falls
+    policy.release([9], 2.0)
+    assert policy.victim(9, 2.0) == [8, 7, 6, 5, 4, 3, 2, 1, 9]

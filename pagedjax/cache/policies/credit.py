@@ -79,7 +79,12 @@ class ReuseCredit(Scored):
     """
 
     def __init__(
-        self, num_blocks: int, credit: float = 1.0, remembered: float = 2.0, prior: float = 20.0, fade: float = 10.0
+        self,
+        num_blocks: int,
+        credit: float = 1.0,
+        remembered: float = 2.0,
+        prior: float = 20.0,
+        fade: float = 10.0,
     ) -> None:
         super().__init__(num_blocks)
         size = num_blocks - 1

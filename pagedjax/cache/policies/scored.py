@@ -18,7 +18,9 @@ class ScoreQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, int]] = []
         self._live: dict[int, tuple[Any, int, int]] = {}
-        self._named: list[tuple[Any, int, int]] = []  # taken from the heap by `first`: mostly they leave at once
+        self._named: list[
+            tuple[Any, int, int]
+        ] = []  # taken from the heap by `first`: mostly they leave at once
         self._arrivals = 0
 
     def __len__(self) -> int:

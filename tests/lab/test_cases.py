@@ -280,6 +280,7 @@ AWAITED: set[str] = {
     "eviction-policies",
     "hot-prefix",
     "latency-rate",
+    "policy-gap",
     "routing",
     "scale-out",
     "stale-view",
@@ -332,6 +333,19 @@ def test_F089_constants_are_sourced_and_odd_figures_explained() -> None:
 def test_F089_sixteen_requests_stand_with_their_interval(name: str) -> None:
     sampled = {text: row for text, row in told(name).items() if "draws of 16" in text}
     assert sampled and all(row["seeds"] == 20 and row["± 95 %"] for row in sampled.values())
+
+
+@pytest.mark.parametrize("name", awaited(["policy-gap"]))
+def test_the_goal_of_the_own_policy_is_reached(name: str) -> None:
+    rows = committed(name)
+    cells = {(r["trace"], r["capacity_blocks"]): r for r in rows if r["part"] == "trace"}
+    assert len(cells) == 25 and all(r["by_block"] >= r["lru"] - 0.01 for r in cells.values())  # type: ignore[operator]
+    goal = cells["conversation", 10_000]
+    assert goal["by_block"] >= 0.238 and goal["by_block"] > goal["best_other"] > goal["lru"]  # type: ignore[operator]
+    assert goal["second_half"] >= 0.24 > 0.216 > goal["lru_second_half"]  # type: ignore[operator]
+    without = {r["what"]: r["by_block"] for r in rows if r["part"] == "ablation"}
+    assert without.pop("no credit: LRU") == goal["lru"] and without.pop("whole") == goal["by_block"]
+    assert all(value < goal["by_block"] for value in without.values()), without  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", awaited(["cached-ttft"]))

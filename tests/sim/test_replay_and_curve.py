@@ -4,6 +4,7 @@ import math
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -390,3 +391,41 @@ def test_chunks_end_with_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     small = load_references(trace, 4)
     assert all((getattr(small, n) == getattr(whole, n)).all() for n in ("keys", "flags", "sizes"))
     assert [(c, lru_curve(small).hits(c), belady_bound(small, c)) for c in (1, 5, 50, 500)] == expected
+
+
+@pytest.mark.parametrize(
+    ("capacity", "first", "second"),
+    [(10_000, 0.2302, 0.2511), pytest.param(3_000, 0.0977, 0.1069, marks=pytest.mark.full)],
+)
+def test_reuse_credit_closes_a_part_of_the_gap(
+    data_dir: Path, capacity: int, first: float, second: float
+) -> None:
+    """The goal was .238 at 10,000 blocks, where LRU has .2116; the constants are of the first half."""
+    trace = open_trace(data_dir / "data" / "traces" / "mooncake_conversation_trace.jsonl.gz")
+    store = PolicyStore(capacity, "reuse-credit")
+    half = 12_031 // 2
+    parts = [trace.head(half), replace(trace, source=lambda: islice(iter(trace), half, None))]
+    counts = [replay(part, 512, store) for part in parts]
+    assert [c.by_block for c in counts] == pytest.approx([first, second], abs=5e-5)
+    hits, blocks = (sum(getattr(c, name) for c in counts) for name in ("hit_blocks", "blocks"))
+    assert blocks == 288_500 and (capacity < 10_000 or hits / blocks >= 0.238)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "size"),
+    [
+        ("mooncake_conversation_trace.jsonl.gz", 512),
+        ("mooncake_synthetic_trace.jsonl.gz", 512),
+        ("agentic_coding_64tok_sub68.jsonl.xz", 64),
+        ("sharegpt_llama31_tokens_300.jsonl.gz", 16),
+        ("sharegpt_qwen3_tokens_300.jsonl.gz", 16),
+    ],
+)
+def test_reuse_credit_is_nowhere_a_point_below_lru(data_dir: Path, file: str, size: int) -> None:
+    trace = open_trace(data_dir / "data" / "traces" / file)
+    trace = (trace.head(1000) if size == 64 else trace).held()
+    curve = lru_curve(load_references(trace, size))
+    for capacity in (1_000, 3_000, 10_000, 30_000, 50_000):
+        ours = replay(trace, size, PolicyStore(capacity, "reuse-credit")).by_block
+        assert ours >= curve.by_block(capacity) - 0.01, (file, capacity)

@@ -16,6 +16,7 @@ from pagedjax.paths import user_cache_dir
 from pagedjax.progress import bar
 
 if TYPE_CHECKING:
+    from pagedjax.models import LoadedModel
     from pagedjax.report.record import Recorder
     from pagedjax.runtime.snapshot import Owner
 
@@ -84,15 +85,12 @@ class LLM:
         self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
     ) -> None:
         from pagedjax.kernels import native
-        from pagedjax.models import load_model
         from pagedjax.runtime import JaxRunner
         from pagedjax.runtime.mesh import make_place
         from pagedjax.runtime.pools import check_memory, plan_pools
 
         config = self.config
-        loaded = load_model(
-            config.model.model, dtype=config.model.dtype, cache_dir=self.cache_dir, progress=self.progress
-        )
+        loaded = self._load(config.model.model)
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
@@ -147,6 +145,19 @@ class LLM:
             hash_scheme=config.cache.hash,
             seed=config.runtime.seed,
             on_step=on_step,
+        )
+
+    def _load(self, source: str) -> LoadedModel:
+        """A model's weights where they belong: on several devices, each reads its own part."""
+        from pagedjax.models import load_model
+        from pagedjax.runtime.mesh import make_dealer
+
+        return load_model(
+            source,
+            dtype=self.config.model.dtype,
+            cache_dir=self.cache_dir,
+            progress=self.progress,
+            dealer=make_dealer(self.config.runtime.tensor_parallel),
         )
 
     def generate(
@@ -391,18 +402,12 @@ class LLM:
         Raises:
             ValueError: Another model; names what differs. Nothing was changed.
         """
-        from pagedjax.models import load_model
         from pagedjax.runtime.settings import own_settings
 
         with own_settings():
             name, params = self.model_name, weights
             if isinstance(weights, str | Path):
-                loaded = load_model(
-                    str(weights),
-                    dtype=self.config.model.dtype,
-                    cache_dir=self.cache_dir,
-                    progress=self.progress,
-                )
+                loaded = self._load(str(weights))
                 if loaded.config != self.model_config:
                     raise ValueError(
                         f"{weights}: is of other shapes or settings than {self.model_name}; build another LLM for it"

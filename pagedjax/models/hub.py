@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.config_keys import refuse_key
+from pagedjax.models.dealing import Dealer
 from pagedjax.models.describe import Described, Understood, describe_folder, describe_gguf, inside
 from pagedjax.models.families import leaves_of
 from pagedjax.models.generation import read_generation
@@ -87,6 +88,7 @@ def load_model(
     progress: bool | Progress = True,
     cache_dir: Path | None = None,
     sharding: ShardingRule | None = None,
+    dealer: Callable[[ModelConfig], Dealer] | None = None,
 ) -> LoadedModel:
     """Load a model from wherever `source` points.
 
@@ -97,6 +99,8 @@ def load_model(
         progress: True draws bars on stderr, False is silent, a callable is told (what, done, total).
         cache_dir: Where a named model is kept; default the user's.
         sharding: (path, shape) of a leaf → where it lives; default the default device.
+        dealer: Given the model's shapes, who deals leaves out to several devices while they are read
+            (`runtime.mesh.DeviceMesh`); then `sharding` has no say.
 
     Raises:
         ModelError: Naming what is wrong with the source, which rule it breaks and what to do.
@@ -106,22 +110,22 @@ def load_model(
         source = str(source)
         if source in NAMED_MODELS:
             path = fetch_named(source, cache_dir or user_cache_dir(), report)
-            return _load(describe_gguf(path), source, dtype, report, sharding)
+            return _load(describe_gguf(path), source, dtype, report, sharding, dealer)
         path = Path(source).expanduser()
         if path.is_dir():
             if (path / _CHECKPOINT).is_file():
-                return load_checkpoint(path, dtype=dtype, sharding=sharding)
-            return _load(describe_folder(path), path.resolve().name, dtype, report, sharding)
+                return load_checkpoint(path, dtype=dtype, sharding=sharding, dealer=dealer)
+            return _load(describe_folder(path), path.resolve().name, dtype, report, sharding, dealer)
         if path.is_file():
             if path.suffix != ".gguf":
                 raise ModelError(f"{path}: a model file must be .gguf; give a GGUF file or a model folder")
-            return _load(describe_gguf(path), path.stem, dtype, report, sharding)
+            return _load(describe_gguf(path), path.stem, dtype, report, sharding, dealer)
         if path.suffix == ".gguf" or not _is_hub_id(source):
             raise ModelError(
                 f"model={source!r}: no such file or folder, and not a named model "
                 f"({', '.join(NAMED_MODELS)}) or hub id (owner/name); check the spelling"
             )
-        return _load(describe_folder(fetch_hub(source)), source, dtype, report, sharding)
+        return _load(describe_folder(fetch_hub(source)), source, dtype, report, sharding, dealer)
 
 
 def _is_hub_id(source: str) -> bool:
@@ -169,6 +173,7 @@ def _load(
     dtype: str,
     report: Progress | None,
     sharding: ShardingRule | None,
+    dealer: Callable[[ModelConfig], Dealer] | None,
 ) -> LoadedModel:
     """Fill the decoder of a described model."""
     config = described.config
@@ -183,7 +188,13 @@ def _load(
             report(f"read {name}", done, total)
 
     params = read_params(
-        described.file, config, described.names, dtype=dtype, report=advance, sharding=sharding
+        described.file,
+        config,
+        described.names,
+        dtype=dtype,
+        report=advance,
+        sharding=sharding,
+        dealer=dealer and dealer(config),
     )
     tokenizer = described.tokenizer
     return LoadedModel(
@@ -242,7 +253,11 @@ def convert(
 
 
 def load_checkpoint(
-    folder: Path, *, dtype: str = "float32", sharding: ShardingRule | None = None
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    sharding: ShardingRule | None = None,
+    dealer: Callable[[ModelConfig], Dealer] | None = None,
 ) -> LoadedModel:
     """A model from a folder that `convert` wrote.
 
@@ -250,7 +265,8 @@ def load_checkpoint(
         ModelError: The folder is incomplete or holds another model than its config says.
     """
     config, tokenizer, understood = describe_checkpoint(folder)
-    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding)
+    dealt = dealer and dealer(config)
+    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding, dealer=dealt)
     name = str(read_json(folder / _CHECKPOINT).get("name", folder.name))
     return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template, understood)
 

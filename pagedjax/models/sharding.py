@@ -10,7 +10,7 @@ Letters as in `kernels/layout.py`; n devices, device d. A leaf is cut along one 
     whole         norms, positions, biases behind a sum
 
 So a device's part is a leaf of a smaller decoder (`Cut.local`), its own heads side by side, and sums over devices are
-due at two places of a layer: behind `out` and behind `down`. Where KV heads are fewer, several devices hold the same one.
+due at two places of a layer: behind `out` and behind `down`. Where KV heads are fewer, several devices hold the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weights: from tensor files into the decoder's leaves, and to and from orbax checkpoints.
 
 Leaves are filled one at a time and in short strips, straight into the buffer that becomes the
-array, in the dtype and on the device it will have. The peak is the result and one strip.
+array, in the dtype and on the device it will have. The peak is the result and one strip. Where leaves are dealt out to
+several devices, a process reads and holds its own devices' parts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from pagedjax.models.config import ModelConfig, ModelError
+from pagedjax.models.dealing import Dealer
 from pagedjax.models.decoder import abstract_params
 from pagedjax.models.families import Leaf, Names, Part, leaves_of
 from pagedjax.models.formats import STORED, TensorFile
@@ -51,6 +53,7 @@ def read_params(
     dtype: str = "float32",
     report: Report | None = None,
     sharding: ShardingRule | None = None,
+    dealer: Dealer | None = None,
 ) -> Params:
     """Fill the decoder's leaves from a tensor file.
 
@@ -61,9 +64,10 @@ def read_params(
         dtype: Of the result.
         report: Called with the bytes of each finished leaf.
         sharding: (path, shape) → sharding; default the default device.
+        dealer: Deals leaves out to devices; then `sharding` has no say.
 
     Returns:
-        Nested dict of arrays, shaped as `abstract_params(config, dtype)`.
+        Nested dict of arrays, shaped as `abstract_params(config, dtype)` where nothing is dealt out.
 
     Raises:
         ModelError: A tensor is missing, unexpected, or of another shape; nothing was allocated then.
@@ -77,10 +81,17 @@ def read_params(
     for leaf in leaves:
         where = sharding(leaf.path, leaf.shape) if sharding else None
         if config.tie_embeddings and leaf.path == _HEAD:
-            head = jax.device_put(params["embed"], where)  # no copy on the same device
+            head = (
+                params["embed"] if dealer else jax.device_put(params["embed"], where)
+            )  # no copy on its device
             set_leaf(params, leaf.path, head)
             if report:
-                report(head.nbytes)
+                report(math.prod(leaf.shape) * kind.itemsize)
+            continue
+        if dealer is not None:
+            set_leaf(params, leaf.path, _deal(dealer, file, leaf, kind, strip))
+            if report:
+                report(math.prod(leaf.shape) * kind.itemsize)
             continue
         buffer = _aligned_empty(leaf.shape, kind)
         _fill(buffer, file, leaf, strip)
@@ -134,7 +145,12 @@ def save_params(path: Path, params: Params) -> None:
 
 
 def restore_params(
-    path: Path, config: ModelConfig, *, dtype: str = "float32", sharding: ShardingRule | None = None
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    sharding: ShardingRule | None = None,
+    dealer: Dealer | None = None,
 ) -> Params:
     """The leaves of an orbax checkpoint, bitwise as saved where the dtype is the stored one.
 
@@ -143,6 +159,7 @@ def restore_params(
         config: The model it must hold.
         dtype: Of the result; another than the stored one is cast while reading.
         sharding: (path, shape) → sharding; default the default device.
+        dealer: Deals leaves out to devices, read one at a time; then `sharding` has no say.
 
     Raises:
         ModelError: It holds another model (named by the first path that differs), or cannot be read.
@@ -164,6 +181,9 @@ def restore_params(
             for key, subtree in target.items():
                 if config.tie_embeddings and key == _HEAD[0]:
                     continue
+                if dealer is not None:
+                    params[key] = _restore_dealt(checkpointer, path, {key: subtree}, dealer)[key]
+                    continue
                 part = {key: subtree}
                 args = ocp.checkpoint_utils.construct_restore_args(part)
                 request = ocp.args.PyTreeRestore(item=part, restore_args=args, partial_restore=True)
@@ -174,10 +194,32 @@ def restore_params(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
     _check_restored(params, dict(flat(stored)), numpy_dtype(dtype))
-    if config.tie_embeddings:
+    if config.tie_embeddings and dealer is not None:
+        set_leaf(params, _HEAD, params["embed"])
+    elif config.tie_embeddings:
         where = target[_HEAD[0]][_HEAD[1]].sharding
         set_leaf(params, _HEAD, jax.device_put(params["embed"], where))
     return params
+
+
+def _restore_dealt(checkpointer: Any, path: Path, target: Params, dealer: Dealer) -> Params:
+    """Leaves of a checkpoint, each read whole and dealt out before the next."""
+    out: Params = {}
+    for name, leaf in flat(target):
+        keys = tuple(name.split("/"))
+        part: Params = {}
+        set_leaf(part, keys, leaf)
+        wanted = ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+        args = jax.tree.map(lambda _, wanted=wanted: wanted, part)
+        request = ocp.args.PyTreeRestore(item=part, restore_args=args, partial_restore=True)
+        array: Any = checkpointer.restore(path.absolute(), args=request)
+        for key in keys:
+            array = array[key]
+        parts = dealer.parts(keys, leaf.shape)
+        buffers = parts.allocate(array.dtype)
+        parts.put(buffers, np.arange(leaf.shape[0]), array)
+        set_leaf(out, keys, dealer.join(keys, leaf.shape, buffers))
+    return out
 
 
 def _check_restored(params: Params, stored: dict[str, Any], dtype: np.dtype) -> None:
@@ -242,18 +284,50 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _fill(out: np.ndarray, file: TensorFile, leaf: Leaf, strip_bytes: int) -> None:
     at = 0
     for part in leaf.parts:
-        height = part.shape[-1] if part.transpose else part.shape[0] - part.skip
-        target = out[at : at + height]
+        target = out[at : at + _height(part)]
         for start, stop in _strips(part, strip_bytes):
-            rows = file.rows(part.name, start, stop)
-            if not np.isfinite(rows).all():
-                raise ModelError(
-                    f"{part.name!r} holds values that are not finite numbers: weights must be; "
-                    "the file is damaged, download it again"
-                )
-            _check_fits(part.name, rows, part.add, out.dtype)
-            _fill_strip(target, rows, part, start, stop)
-        at += height
+            _fill_strip(target, _read_strip(file, part, start, stop, out.dtype), part, start, stop)
+        at += _height(part)
+
+
+def _deal(dealer: Dealer, file: TensorFile, leaf: Leaf, dtype: np.dtype, strip_bytes: int) -> Any:
+    """A leaf dealt out: strips that hold nothing of this process's devices are not read."""
+    parts = dealer.parts(leaf.path, leaf.shape)
+    buffers = parts.allocate(dtype)
+    at = 0
+    for part in leaf.parts:
+        for start, stop in _strips(part, strip_bytes):
+            rows = at + (np.arange(_height(part)) if part.transpose else _rows_of(part, start, stop))
+            if not parts.wants(rows):
+                continue
+            values = _read_strip(file, part, start, stop, dtype)
+            if part.transpose:
+                parts.put(buffers, rows, values.T, start)
+            else:
+                parts.put(buffers, rows, values)
+        at += _height(part)
+    return dealer.join(leaf.path, leaf.shape, buffers)
+
+
+def _height(part: Part) -> int:
+    """Rows of the leaf that a part makes."""
+    return part.shape[-1] if part.transpose else part.shape[0] - part.skip
+
+
+def _read_strip(file: TensorFile, part: Part, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Rows of a tensor, finite ones that fit the dtype, with what is added to them.
+
+    Raises:
+        ModelError: They are not.
+    """
+    rows = file.rows(part.name, start, stop)
+    if not np.isfinite(rows).all():
+        raise ModelError(
+            f"{part.name!r} holds values that are not finite numbers: weights must be; "
+            "the file is damaged, download it again"
+        )
+    _check_fits(part.name, rows, part.add, dtype)
+    return rows.astype(np.float32) + np.float32(part.add) if part.add else rows
 
 
 def _check_fits(name: str, rows: np.ndarray, add: float, dtype: np.dtype) -> None:
@@ -277,12 +351,15 @@ def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(part.skip, rows, step)]
 
 
+def _rows_of(part: Part, start: int, stop: int) -> np.ndarray:
+    """Where rows start to stop of a tensor lie among those that its part makes."""
+    rows = np.arange(start, stop)
+    return _half_split(rows, part.head_dim) if part.head_dim else rows - part.skip
+
+
 def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, stop: int) -> None:
-    if part.add:
-        rows = rows.astype(np.float32) + np.float32(part.add)
     if part.head_dim:
-        index = _half_split(np.arange(start, stop), part.head_dim)
-        target[index] = rows
+        target[_rows_of(part, start, stop)] = rows
     elif part.transpose:
         target[:, start:stop] = rows.T
     else:

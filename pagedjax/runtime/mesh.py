@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.dealing import Parts
 from pagedjax.models.sharding import AXIS, Cut, rule_of
 from pagedjax.runtime.vocabulary import WHOLE, CutVocabulary, Vocabulary
 
@@ -206,22 +207,35 @@ class DeviceMesh:
         return _map_leaves(place, params)
 
     def _deal(self, path: tuple[str, ...], leaf: Any) -> Array:
-        shape, where = self.cut.shape(path, leaf.shape), self.sharding(self.spec(path))
         if isinstance(leaf, jax.ShapeDtypeStruct):
+            shape, where = self.cut.shape(path, leaf.shape), self.sharding(self.spec(path))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
         host = np.asarray(leaf)
-        axis = rule_of(path).axis
-        if axis is None:
-            return jax.device_put(host, where)
-        width = shape[axis] // self.devices
+        parts = self.parts(path, host.shape)
+        buffers = parts.allocate(host.dtype)
+        parts.put(buffers, np.arange(host.shape[0]), host)
+        return self.join(path, host.shape, buffers)
 
-        def part(index: Any) -> np.ndarray:
-            device = (index[axis].start or 0) // width
-            pieces = rule_of(path).pieces(self.cut, device)
-            rows = [host[(slice(None),) * axis + (slice(*piece),)] for piece in pieces]
-            return _padded(np.concatenate(rows, axis), axis, width)
+    @property
+    def _own(self) -> list[tuple[int, Any]]:
+        """(place in the row, device) of this process's devices."""
+        here = jax.process_index()
+        return [(i, device) for i, device in enumerate(self.mesh.devices) if device.process_index == here]
 
-        return jax.make_array_from_callback(shape, where, part)
+    def parts(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Parts:
+        """What this process's devices hold of a leaf of this one-device shape."""
+        rule = rule_of(path)
+        width = 0 if rule.axis is None else self.cut.width(path, shape[rule.axis])
+        return Parts(shape, rule.axis, [rule.pieces(self.cut, i) for i, _ in self._own], width)
+
+    def join(self, path: tuple[str, ...], shape: tuple[int, ...], buffers: Sequence[np.ndarray]) -> Array:
+        """The array over all devices from the buffers of `parts`, which must not be changed afterwards."""
+        own = self._own
+        if len(buffers) < len(own):  # one buffer for all: the leaf is whole everywhere
+            buffers = [buffers[0]] * len(own)
+        arrays = [jax.device_put(buffer, device) for buffer, (_, device) in zip(buffers, own, strict=True)]
+        where = self.sharding(self.spec(path))
+        return jax.make_array_from_single_device_arrays(self.cut.shape(path, shape), where, arrays)
 
     def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
         """A leaf as one device would hold it, on the host: pieces back in their order, padding left out."""
@@ -270,10 +284,16 @@ def make_place(model: ModelConfig, tensor_parallel: int) -> Placement:
     Raises:
         ValueError: There are fewer devices, or the model cannot be dealt out to so many; names the numbers that work.
     """
+    dealer = make_dealer(tensor_parallel)
+    return ONE_DEVICE if dealer is None else dealer(model)
+
+
+def make_dealer(tensor_parallel: int) -> Callable[[ModelConfig], DeviceMesh] | None:
+    """For `load_model`: weights are dealt out to so many devices while they are read; None for one. As `make_place`."""
     if tensor_parallel == 1:
-        return ONE_DEVICE
+        return None
     check_devices(tensor_parallel)
-    return DeviceMesh(model, jax.devices()[:tensor_parallel])
+    return lambda model: DeviceMesh(model, jax.devices()[:tensor_parallel])
 
 
 def check_devices(tensor_parallel: int) -> None:
@@ -289,15 +309,6 @@ def check_devices(tensor_parallel: int) -> None:
         here = f"{len(have)} {platform} device" + ("s are" if len(have) > 1 else " is")
         upto = f"at most {len(have)}" if len(have) > 1 else "1"
         raise ValueError(f"runtime.tensor_parallel={tensor_parallel}: {here} here; try {upto}{more}")
-
-
-def _padded(array: np.ndarray, axis: int, width: int) -> np.ndarray:
-    """Zeros behind the array up to a width: rows of no token."""
-    if array.shape[axis] == width:
-        return array
-    pad = [(0, 0)] * array.ndim
-    pad[axis] = (0, width - array.shape[axis])
-    return np.pad(array, pad)
 
 
 def _map_leaves(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:

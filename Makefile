@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 AOT_SITE ?= .venv-aot
+DOCS_SITE ?= .venv-docs
 # Test processes; compiled programs are shared within one, so more than the cores only costs.
 WORKERS ?= 2
 
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed-$(PYTAG)
 SPREAD := -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help env demo model test test-fast test-full test-isa test-settings test-web mutants lint types rooms aot aot-fast parity lock clean
+.PHONY: help env demo model test test-fast test-full test-isa test-settings test-web mutants lint types rooms aot aot-fast parity docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -96,6 +97,16 @@ parity: $(PARITY_VENV)/.installed ## compare with torch and transformers (its ow
 	$(PARITY_VENV)/bin/pagedjax doctor --fetch-model
 	$(PARITY_VENV)/bin/python -m pytest -m parity $(PYTEST_ARGS)
 
+# Sphinx and what executes notebooks, in a folder beside $(VENV): users have neither.
+$(DOCS_SITE)/.installed-$(PYTAG): requirements/docs-$(PYTAG).txt $(STAMP)
+	rm -rf $(DOCS_SITE)
+	$(BIN)/python $(PIP_INSTALL) --no-deps --require-hashes --target $(DOCS_SITE) -r requirements/docs-$(PYTAG).txt
+	touch $@
+
+docs: $(DOCS_SITE)/.installed-$(PYTAG) ## the docs site in build/docs, notebooks executed (offline; DOCS_ARGS="-D nb_execution_mode=off" leaves them)
+	PYTHONPATH=$(DOCS_SITE) $(BIN)/python -m sphinx -W -n --keep-going -q -b html $(DOCS_ARGS) docs build/docs
+	@echo "open build/docs/index.html"
+
 # The compilers of TPUs and GPUs are packages in a folder of their own, beside $(VENV) and not in it: with libtpu
 # installed, jax looks for a TPU at every start. JAX_PLATFORMS keeps the CUDA plugin from looking for a driver.
 $(AOT_SITE)/.installed: requirements/aot-$(PYTAG).txt $(STAMP)
@@ -121,7 +132,9 @@ lock: ## write requirements/ anew from pyproject.toml
 	uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/py312.txt
 	uv pip compile requirements/web.in --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/web-py311.txt
 	uv pip compile requirements/web.in --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/web-py312.txt
+	uv pip compile requirements/docs.in -c requirements/py311.txt --generate-hashes --python-version 3.11 --no-header --no-annotate -o requirements/docs-py311.txt
+	uv pip compile requirements/docs.in -c requirements/py312.txt --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/docs-py312.txt
 	uv pip compile requirements/aot.in --no-deps --generate-hashes --python-version 3.12 --no-header --no-annotate -o requirements/aot-py312.txt
 
 clean: ## remove environments and caches of this checkout
-	rm -rf $(VENV) $(PARITY_VENV) $(AOT_SITE) .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(AOT_SITE) $(DOCS_SITE) .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -17,7 +17,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("runtime", "sim"),
     ("report",),
-    ("lab",),
+    ("lab", "explore"),
     ("llm",),
     ("testing",),
     ("bench",),

@@ -48,6 +48,10 @@ MAY_IMPORT = {
     "pagedjax.lab.figures": {"pagedjax.lab", "matplotlib"},
     "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
     "pagedjax.lab.sweep": {"pagedjax.lab", "pagedjax.sim.show", "matplotlib", "pyarrow"},
+    "pagedjax.explore": CACHE
+    | {"pagedjax.explore", "pagedjax.config", "pagedjax.engine.managers", "pagedjax.report.replay"}
+    | {"pagedjax"},  # its version
+    "pagedjax.explore.server": {"pagedjax.explore", "pagedjax.report.replay", "starlette", "uvicorn"},
     "pagedjax.kernels": {
         "pagedjax.kernels",
         "pagedjax.paths",

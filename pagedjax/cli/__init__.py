@@ -34,6 +34,7 @@ COMMANDS = {
     "sweep": "pagedjax.cli.sweep",
     "fleet": "pagedjax.cli.fleet",
     "report": "pagedjax.cli.report",
+    "explore": "pagedjax.cli.explore",
     "experiment": "pagedjax.cli.experiment",
 }
 

@@ -21,7 +21,7 @@ class RequestLine:
     Attributes:
         id: Its name.
         arrival: When it came.
-        prompt, max_new: Tokens.
+        prompt, max_new: Tokens; None: nobody said how many new ones.
         samples: How many.
         text: Its prompt, where the record has it.
         hit, matched, reason: Of its first admission: tokens from the cache, tokens known, why no more.
@@ -39,7 +39,7 @@ class RequestLine:
     id: str
     arrival: float
     prompt: int
-    max_new: int
+    max_new: int | None
     samples: int
     text: str | None = None
     hit: int | None = None

@@ -7,6 +7,7 @@ A record is JSON lines (gzip where the name ends in .gz). Each line is one frame
 - `step`: one step: number, start, seconds; rows; what was admitted with which hit, preempted; copies; tables
 - `quiet`: steps in which every row of the frame before got its next token and nothing else happened
 - `end`: a request ended: why, its output tokens, its times
+- `settings`, of an exploration (`pagedjax.explore`): others were chosen; all that the file says ran under the last
 - `close`, last, of a run that was closed: order of each free queue, counters
 
 A fleet's record is one file: frames of an instance carry its number `i`, and
@@ -22,7 +23,7 @@ without those that feed one token right behind what the sequence fed in the step
 had a row then and have none now. `step`, `end` and `close` carry `blocks`: `[group, block, owners]` of every block that
 changed since the frame before, with a fourth entry where its content did (the digest in hex, null: not indexed any
 more). `tables` are `[sequence, group, position, blocks]` to write into a table, `gone` sequences that hold none any
-more. Replaying the frames gives the manager's state.
+more. An exploration's frames carry the `command` that they come from. Replaying the frames gives the manager's state.
 """
 
 from __future__ import annotations

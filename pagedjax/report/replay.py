@@ -76,7 +76,7 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
                 frame = json.loads(line)
                 if not isinstance(frame, dict) or not isinstance(frame.get("frame"), str):
                     raise ValueError("no frame")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 broken = (number, str(error))
                 continue
             if first:

@@ -140,7 +140,7 @@ function why(run, r) {
   const out = [], first = r.first === null ? null : r.first - r.arrival;
   const time = {};
   for (const [a, b, what] of r.spans) time[what] = (time[what] || 0) + b - a;
-  out.push(`arrived ${seconds(r.arrival)}, ${r.prompt} prompt tokens, at most ${r.max_new} new, ${r.samples} sample${r.samples > 1 ? "s" : ""}`);
+  out.push(`arrived ${seconds(r.arrival)}, ${r.prompt} prompt tokens, ${r.max_new === null ? "" : `at most ${r.max_new} new, `}${r.samples} sample${r.samples > 1 ? "s" : ""}`);
   out.push(r.hit === null ? "was never admitted" : `admitted with ${r.hit} tokens from the cache (${r.matched} known); the match stopped: ${r.reason}`);
   out.push(`first token after ${seconds(first)}; ended: ${r.why || "not within this record"}${r.end === null ? "" : " at " + seconds(r.end)}; output tokens ${r.tokens.join(", ") || "unknown"}; ${r.copies} blocks copied on write`);
   out.push("seconds: " + Object.entries(time).map(([k, v]) => `${k} ${v.toFixed(3)}`).join(", "));

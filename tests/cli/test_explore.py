@@ -42,7 +42,6 @@ def test_settings_of_a_file_are_its_own(capsys, saved):
         (("--set", "cache.num_blocks=auto"), "num_blocks=auto: must be a number up to 4097"),
         (("--set", "cache.policy=belady"), "has to know the future"),
         (("--set", "cache.policy=lrx"), "policy=lrx: must be one of lru"),
-        (("--tokenizer", "nowhere"), "must be 'bytes', a tokenizer.json file"),
         (("--port", "65536"), "65535"),
     ],
     ids=str,

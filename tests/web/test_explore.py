@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn", reason="the extra web is not installed: uvicorn i
 from pagedjax.config import CacheConfig
 from pagedjax.explore import Exploration
 from pagedjax.explore.server import Server
+from tests.web.axe import findings
 
 pytestmark = pytest.mark.web
 SMALL = CacheConfig(block_size=2, num_blocks=9)
@@ -193,6 +194,7 @@ def test_the_page_fits_and_is_worked_by_keys(browser, server, pytestconfig, widt
         page.mouse.move(box["x"] + 3, box["y"] + 3)
         assert page.locator("#pool .readout").inner_text().startswith("block 1: shared, 2 owners")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "scrolls sideways"
+        assert findings(page) == []
         shots = Path(pytestconfig.rootpath, "build", "web")
         shots.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=shots / f"explore-{width}-{scheme}.png", full_page=True)

@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 @click.option(
     "--top", type=AT_LEAST_0, default=5, show_default=True, help="Groups and changing fields to show."
 )
+@click.option(
+    "--moved",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the trace with the fields moved to the end, as token ids, to prove it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @trace_options
 @QUIET
@@ -63,6 +68,7 @@ def command(
     kv_bytes_per_token: int,
     parameters: float,
     top: int,
+    moved: Path | None,
     as_json: bool,
     open_file: Opener,
     quiet: bool,
@@ -91,7 +97,11 @@ def command(
     )
     if not quiet and (unheard := note_of(advice.unheard)):
         print(f"{file}: {unheard}", file=sys.stderr)
-    checkup = _check_up(trace, advice, sizes, top, quiet)
+    checkup = _check_up(trace, advice, sizes, top, moved is not None, quiet)
+    if moved is not None:
+        if checkup is None or not checkup.moved:
+            raise click.UsageError(f"--moved {moved}: {file} has no field worth moving; leave it out")
+        _write_moved(trace, checkup, moved)
     left = advice.tokens - advice.best_size.found
     costs = {
         "kv_bytes": [n * kv_bytes_per_token for n in (advice.tokens, left)] if kv_bytes_per_token else None,
@@ -101,11 +111,12 @@ def command(
         emit_json(_document(trace, advice, checkup, open_file, costs))
         return
     unit = open_file.unit_of(trace)
-    _show_sizes(file, advice, unit)
+    read = shlex.join([str(file), *open_file.typed()])
+    _show_sizes(read, advice, unit, insert)
     _show_costs(advice, costs)
-    _show_pools(file, advice, insert)
+    _show_pools(read, advice, insert)
     if checkup is not None:
-        _show_prompts(file, checkup, open_file, unit, advice.tokens)
+        _show_prompts(read, checkup, open_file, unit, advice.tokens)
     print(
         "assumed: every request finds what earlier ones left, at once and under way alike; "
         + (
@@ -117,7 +128,23 @@ def command(
     )
 
 
-def _check_up(trace: Trace, advice: Advice, sizes: tuple[int, ...], top: int, quiet: bool) -> Checkup | None:
+def _write_moved(trace: Trace, checkup: Checkup, path: Path) -> None:
+    """The trace as token ids, the fields of its prompts behind the rest; what else it says stays."""
+    from dataclasses import replace
+
+    from pagedjax.cli.trace import write_whole
+    from pagedjax.sim.trace import write_trace
+
+    requests = (
+        replace(r, token_ids=checkup.moved[i].astype("i4")) if i in checkup.moved else r
+        for i, r in enumerate(trace)
+    )
+    write_whole(path, lambda part: write_trace(part, requests, granularity=1, tail_ids=True), sys.stderr)
+
+
+def _check_up(
+    trace: Trace, advice: Advice, sizes: tuple[int, ...], top: int, keep_moved: bool, quiet: bool
+) -> Checkup | None:
     """Groups and fields of the prompts; None where there are no token ids to lay side by side."""
     from pagedjax.progress import bar
     from pagedjax.sim.sharing import check_up
@@ -134,10 +161,16 @@ def _check_up(trace: Trace, advice: Advice, sizes: tuple[int, ...], top: int, qu
 
     prompts = (request.token_ids for request in trace)
     chosen = sizes or [size.block_size for size in advice.sizes]
-    return check_up((p for p in prompts if p is not None), block_sizes=chosen, top=top, progress=progress)
+    return check_up(
+        (p for p in prompts if p is not None),
+        block_sizes=chosen,
+        top=top,
+        keep_moved=keep_moved,
+        progress=progress,
+    )
 
 
-def _show_sizes(file: Path, advice: Advice, unit: str) -> None:
+def _show_sizes(read: str, advice: Advice, unit: str, insert: str) -> None:
     from pagedjax.sim.advice import share
 
     print(f"{advice.requests:,} requests, {advice.tokens:,} prompt tokens ({unit})")
@@ -152,7 +185,11 @@ def _show_sizes(file: Path, advice: Advice, unit: str) -> None:
     print(advice.size_sentence)
     if advice.best_size.found:
         best = advice.best_size.block_size
-        print(f"  proof: pagedjax trace info {shlex.quote(str(file))} --block-size {best}")
+        print(f"  proof: pagedjax trace info {read} --block-size {best}{_kept(insert)}")
+
+
+def _kept(insert: str) -> str:
+    return "" if insert == "prompt" else f" --insert {insert}"
 
 
 def _show_costs(advice: Advice, costs: dict[str, Any]) -> None:
@@ -166,15 +203,14 @@ def _show_costs(advice: Advice, costs: dict[str, Any]) -> None:
         )
 
 
-def _show_pools(file: Path, advice: Advice, insert: str) -> None:
+def _show_pools(read: str, advice: Advice, insert: str) -> None:
     from pagedjax.sim.advice import share
 
     if not advice.unlimited_tokens:
         return
     for said in advice.pool_sentences:
         print(said)
-    rest = "" if insert == "prompt" else f" --insert {insert}"
-    proof = f"pagedjax curve {shlex.quote(str(file))} --block-size {advice.block_size}{rest}"
+    proof = f"pagedjax curve {read} --block-size {advice.block_size}{_kept(insert)}"
     print(f"  proof: {proof} " + " ".join(f"--capacity {pool.blocks}" for pool in advice.pools))
     best = advice.policies[0]
     print(
@@ -189,7 +225,7 @@ def _show_pools(file: Path, advice: Advice, insert: str) -> None:
     print(f"  proof: {proof} --capacity {advice.capacity} {names} --bound".replace("  --bound", " --bound"))
 
 
-def _show_prompts(file: Path, checkup: Checkup, open_file: Opener, unit: str, tokens: int) -> None:
+def _show_prompts(read: str, checkup: Checkup, open_file: Opener, unit: str, tokens: int) -> None:
     print("prefix groups by tokens saved:")
     for g in (g for g in checkup.groups if g.saved_tokens):
         ways = f"then part {g.num_branches:,} ways: {g.saved_tokens:,} {unit}"
@@ -206,9 +242,7 @@ def _show_prompts(file: Path, checkup: Checkup, open_file: Opener, unit: str, to
                 f"{decode(f.before)!r}: {examples}"
             )
     if checkup.divergences:
-        print(
-            f"  proof: move them in a copy of the file, then pagedjax advise COPY beside {shlex.quote(str(file))}"
-        )
+        print(f"  proof: pagedjax advise {read} --moved moved.jsonl, then pagedjax advise moved.jsonl")
 
 
 def _document(

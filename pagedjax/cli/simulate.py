@@ -111,6 +111,11 @@ _AGAINST = {
 @click.option("--no-skip", is_flag=True, help="Plan every step, those where nothing can happen, too.")
 @click.option("--hash-plans", is_flag=True, help="Print a hash of all plans (and plan every step).")
 @click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what is printed to a file, too, as JSON.",
+)
+@click.option(
     "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request."
 )
 @click.option(
@@ -138,6 +143,7 @@ def command(
     tpot: float,
     find_rate: bool,
     share: float,
+    out: Path | None,
     records: Path | None,
     record_file: Path | None,
     **options: Any,
@@ -158,9 +164,15 @@ def command(
     if rate_scale is not None:
         trace = trace.faster(rate_scale)
     if find_rate:
-        _print_rate(common, trace, spec, seed, options, ttft, tpot, share)
-        return
-    _print_run(common, trace, spec, seed, options, ttft, tpot, records, record_file)
+        found = _search(common, trace, spec, seed, options, ttft, tpot, share)
+    else:
+        found = _run(common, trace, spec, seed, options, ttft, tpot, records, record_file)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if common.as_json:
+        emit_json(found)
+    else:
+        (_show_rate if find_rate else _show)(found)
 
 
 def _refuse_idle(ctx: click.Context, common: Common, file: Path) -> None:
@@ -181,7 +193,7 @@ def _refuse_idle(ctx: click.Context, common: Common, file: Path) -> None:
         raise click.UsageError(
             "--reserve: has an effect where cache.num_blocks is auto; leave one of them out"
         )
-    for name in ("records", "record_file"):
+    for name in ("out", "records", "record_file"):
         path = ctx.params.get(name)
         if path is not None and path.exists() and path.samefile(file):
             raise click.UsageError(f"{typed[name]} {path}: is the trace itself; name another file")
@@ -227,7 +239,7 @@ def _simulate(
     return result, manager
 
 
-def _print_run(
+def _run(
     common: Common,
     trace: Trace,
     spec: InstanceSpec,
@@ -237,7 +249,8 @@ def _print_run(
     tpot: float,
     records: Path | None,
     record_file: Path | None,
-) -> None:
+) -> dict[str, Any]:
+    """One simulation, as plain data."""
     from dataclasses import replace
 
     from pagedjax.sim.metrics import Tally
@@ -271,11 +284,7 @@ def _print_run(
             f"{trace.name}: no request ended ({result.refused:,} could never run); raise --until, --max-model-len "
             "or the pool"
         )
-    out = _document(trace, spec, tally, result, manager, ttft, tpot)
-    if common.as_json:
-        emit_json(out)
-    else:
-        _show(out)
+    return _document(trace, spec, tally, result, manager, ttft, tpot)
 
 
 @contextmanager
@@ -352,7 +361,7 @@ def _show(out: dict[str, Any]) -> None:
         print(f"plans             sha256 {out['plan_hash']}")
 
 
-def _print_rate(
+def _search(
     common: Common,
     trace: Trace,
     spec: InstanceSpec,
@@ -361,8 +370,8 @@ def _print_rate(
     ttft: float,
     tpot: float,
     share: float,
-) -> None:
-    """Search, and say what was found in requests a second."""
+) -> dict[str, Any]:
+    """What a search found, in requests a second."""
     from pagedjax.sim.rates import Watch, find_rate
 
     total, last = 0, 0.0
@@ -376,7 +385,7 @@ def _print_rate(
         return _simulate(trace.faster(factor), spec, seed, options, on_record=watch)[0]
 
     found = find_rate(run, total, ttft_limit_s=ttft, tpot_limit_s=tpot, share=share)
-    out = {
+    return {
         "trace": {"name": trace.name, "format": trace.format, "sha256": trace.digest()},
         "promise": {
             "ttft_s": None if ttft == math.inf else ttft,
@@ -388,10 +397,11 @@ def _print_rate(
         "factor": found.factor if 0 < found.factor < math.inf else None,
         "tried": [{"rate": f * total / last, "kept": kept} for f, kept in found.tried],
     }
-    if common.as_json:
-        emit_json(out)
-    elif out["keeps"] == "some":
-        print(f"{out['rate']:.4g} requests/s ({found.factor:.4g} times the trace's) keep the promise")
+
+
+def _show_rate(out: dict[str, Any]) -> None:
+    if out["keeps"] == "some":
+        print(f"{out['rate']:.4g} requests/s ({out['factor']:.4g} times the trace's) keep the promise")
     elif out["keeps"] == "all":
         print("every rate keeps the promise, even all requests at once")
     else:

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from pagedjax.sim.trace import Trace
 
 
-def write_whole(path: Path, write: Callable[[Path], int]) -> None:
-    """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole."""
+def write_whole(path: Path, write: Callable[[Path], int], told: Any = None) -> None:
+    """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole.
+
+    How many requests it holds is said on stdout, or where `told` leads.
+    """
     kind = next((s.lower() for s in reversed(path.suffixes) if s.lower() in _TABLES), "")
     if kind:
         raise click.UsageError(
@@ -54,7 +57,7 @@ def write_whole(path: Path, write: Callable[[Path], int]) -> None:
     finally:
         if not device:
             part.unlink(missing_ok=True)
-    print(f"{count:,} requests in {path}", file=sys.stderr if device else sys.stdout)
+    print(f"{count:,} requests in {path}", file=sys.stderr if device else told or sys.stdout)
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}

@@ -113,6 +113,14 @@ def _pairs(option: str, settings: tuple[str, ...]) -> dict[str, str]:
     return pairs
 
 
+# Options with a value, and what they are where nothing was typed.
+_USUAL: dict[str, Any] = {
+    **dict.fromkeys(("time_unit", "granularity", "chat_template", "from_s", "to_s", "sample", "sessions")),
+    "tokenizer": "bytes",
+    "output_tokens": 0,
+}
+
+
 @dataclass(frozen=True)
 class Opener:
     """Opens trace files as the options say; each field is the option of its name."""
@@ -130,6 +138,17 @@ class Opener:
     sort: bool
     common_prefix: bool
     quiet: bool
+
+    def typed(self) -> list[str]:
+        """The options that open a file in this way, as they would be typed."""
+        words = [word for column in self.columns for word in ("--column", column)]
+        for name, usual in _USUAL.items():
+            given = getattr(self, name)
+            if given != usual:
+                words += [f"--{name.removesuffix('_s').replace('_', '-')}", str(given)]
+        return words + [
+            f"--{name.replace('_', '-')}" for name in ("sort", "common_prefix") if getattr(self, name)
+        ]
 
     @functools.cached_property
     def texts(self) -> Texts:

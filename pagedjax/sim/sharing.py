@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -170,6 +170,7 @@ class Checkup:
         savings: One per block size.
         groups: Prefix groups by tokens saved, best first.
         divergences: Fields that change per request, by what moving them to the end would save.
+        moved: Number of a prompt → its tokens with these fields behind the rest, where that was asked for.
     """
 
     num_prompts: int
@@ -180,6 +181,7 @@ class Checkup:
     savings: tuple[BlockSaving, ...]
     groups: tuple[PromptGroup, ...]
     divergences: tuple[Divergence, ...]
+    moved: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 def check_up(
@@ -188,6 +190,7 @@ def check_up(
     block_sizes: Sequence[int] = (1, 8, 16, 32, 64, 128, 256),
     top: int = 10,
     least_gain: float = 0.01,
+    keep_moved: bool = False,
     progress: Progress = _no_progress,
 ) -> Checkup:
     """Examine a set of prompts.
@@ -197,6 +200,7 @@ def check_up(
         block_sizes: Tokens per block to report savings for.
         top: Groups and divergences to keep.
         least_gain: Share of all tokens that moving fields must save to be worth a word.
+        keep_moved: Hand out the prompts with their fields moved.
         progress: Wraps the long loops, for a progress bar.
 
     Raises:
@@ -210,6 +214,8 @@ def check_up(
     shares[ordered.order] = ordered.longest_shared() / ordered.lengths
     groups, pairs = prefix_groups(ordered, progress)
     groups.sort(key=lambda g: (-g.saved_tokens, g.first))
+    moved: dict[int, np.ndarray] | None = {} if keep_moved else None
+    divergences = _divergences(ordered, groups, top, least_gain, progress, moved)
     return Checkup(
         num_prompts=n,
         num_tokens=int(ordered.lengths.sum()),
@@ -218,7 +224,8 @@ def check_up(
         pair_histogram=dict(sorted(pairs.items())),
         savings=tuple(_saving(ordered, size) for size in block_sizes),
         groups=tuple(groups[:top]),
-        divergences=_divergences(ordered, groups, top, least_gain, progress),
+        divergences=divergences,
+        moved=moved or {},
     )
 
 
@@ -285,7 +292,12 @@ def prefix_groups(
 
 
 def _divergences(
-    ordered: Sorted, groups: list[PromptGroup], top: int, least_gain: float, progress: Progress
+    ordered: Sorted,
+    groups: list[PromptGroup],
+    top: int,
+    least_gain: float,
+    progress: Progress,
+    keep: dict[int, np.ndarray] | None,
 ) -> tuple[Divergence, ...]:
     """Groups that part and come together again, by what moving the differences to the end would gain."""
     totals = np.concatenate([[0], np.cumsum(ordered.lengths)])
@@ -304,20 +316,24 @@ def _divergences(
         span = range(group.first, group.first + group.count)
         if any(span.start in other or other.start in span for other in taken):
             continue
-        divergence = _moved(ordered, group, progress)
+        divergence, moved = _moved(ordered, group, progress)
         if divergence is not None and divergence.saved_if_moved - divergence.saved_now >= max(least, 1):
             found.append(divergence)
             taken.append(span)
+            if keep is not None:
+                keep.update(zip(ordered.order[span.start : span.stop].tolist(), moved))
     return tuple(sorted(found, key=lambda d: d.saved_now - d.saved_if_moved))
 
 
-def _moved(ordered: Sorted, group: PromptGroup, progress: Progress) -> Divergence | None:
-    """Measure a group with its changing fields moved behind the rest; None where it has none."""
+def _moved(
+    ordered: Sorted, group: PromptGroup, progress: Progress
+) -> tuple[Divergence | None, list[np.ndarray]]:
+    """Measure a group with its changing fields moved behind the rest, and its prompts so; None where it has none."""
     texts = ordered.texts[group.first : group.first + group.count]
     reference = texts[0]
     spans = _fields_of(reference, texts[1 :: max(1, (len(texts) - 1) // _SAMPLE)], group.depth)
     if not spans:
-        return None
+        return None, []
     anchors = [reference[4 * end : 4 * (end + _PROBE)] for _, end in spans]
     values: list[dict[bytes, None]] = [{} for _ in spans]
     moved: list[np.ndarray] = []
@@ -336,7 +352,7 @@ def _moved(ordered: Sorted, group: PromptGroup, progress: Progress) -> Divergenc
             at = stop
         moved.append(np.frombuffer(b"".join([*kept, text[4 * at :], *stretches]), dtype=">u4"))
     now = int(ordered.lcp[group.first + 1 : group.first + group.count].sum())
-    fields = [
+    changing = [
         ChangingField(
             position=begin,
             num_values=len(distinct),
@@ -347,7 +363,7 @@ def _moved(ordered: Sorted, group: PromptGroup, progress: Progress) -> Divergenc
         for (begin, _), distinct in zip(spans, values)
         if distinct
     ]
-    return Divergence(group.count, tuple(fields), now, int(Sorted.of(moved).lcp.sum()))
+    return Divergence(group.count, tuple(changing), now, int(Sorted.of(moved).lcp.sum())), moved
 
 
 def _ids(data: bytes) -> tuple[int, ...]:

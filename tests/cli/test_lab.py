@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,65 @@ def test_advise_names_the_timestamp(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["advise", str(path), "--block-size", "16", "--kv-bytes-per-token", "1000"]) == 0
     text = capsys.readouterr().out
     assert "changing field at 4 bytes, 60 values" in text and "after '[12:'" in text and "KV memory" in text
+
+
+def test_every_proof_that_advice_names_can_be_run_and_proves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands are those of this very file: its columns, its unit, its window."""
+    monkeypatch.chdir(tmp_path)
+    common = "You answer questions about trains. " * 8
+    rows = [{"q": f"Hello! [12:{i:02d}] {common} Q{i % 9}?", "at": i, "x": 0} for i in range(60)]
+    (tmp_path / "my log.csv").write_text(
+        "q,at\n" + "".join(f"{json.dumps(r['q'])},{r['at']}\n" for r in [*rows, *rows[:20]])
+    )
+    typed = [
+        "my log.csv",
+        "--column",
+        "prompt=q",
+        "--column",
+        "time=at",
+        "--time-unit",
+        "ms",
+        "--sort",
+        "--to",
+        "0.05",
+    ]
+    assert (
+        main(["advise", *typed, "--block-size", "8", "--block-size", "64", "--policy", "fifo", "--quiet"])
+        == 0
+    )
+    text = capsys.readouterr().out
+    proofs = [line.split("proof: ")[1] for line in text.splitlines() if "proof: " in line]
+    assert len(proofs) == 4 and all("'my log.csv' --column prompt=q --column time=at" in p for p in proofs)
+    printed = {}
+    for proof in proofs:
+        for command in proof.split(", then "):
+            assert main([*shlex.split(command)[1:], "--quiet"]) == 0, command
+            printed[command] = capsys.readouterr().out
+    info, pools, policies, *_ = printed.values()
+    assert main(["advise", *typed, "--block-size", "8", "--policy", "fifo", "--json", "--quiet"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert f"{said['sizes'][0]['found'] / said['tokens']:.4f}" in info
+    curve = [line.split(",") for line in pools.splitlines()[1:]]
+    for pool, row in zip(said["pools"], curve):
+        assert row[1] == str(pool["blocks"]) and float(row[3]) == pytest.approx(
+            pool["hit_tokens"] / said["tokens"], abs=1e-6
+        )
+    row = policies.splitlines()[1].split(",")
+    found = {policy["name"]: policy["hit_blocks"] / said["blocks"] for policy in said["policies"]}
+    assert float(row[2]) == pytest.approx(found["lru"], abs=1e-6)
+    assert float(row[4]) == pytest.approx(found["fifo"], abs=1e-6)
+    assert float(row[5]) == pytest.approx(said["bound_blocks"] / said["blocks"], abs=1e-6)
+    (move,) = said["prompts"]["moves"]
+    written = [json.loads(line) for line in (tmp_path / "moved.jsonl").read_text().splitlines()]
+    asked = sorted((r for r in [*rows, *rows[:20]] if r["at"] < 50), key=lambda r: r["at"])
+    assert [sorted(w["token_ids"]) for w in written] == [sorted(r["q"].encode()) for r in asked]
+    assert main(["advise", "moved.jsonl", "--block-size", "1", "--json", "--quiet"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert move["saved_if_moved"] == one["sizes"][0]["found"] + one["sizes"][0]["last_token"]
+    assert main(["advise", *typed[:1], *typed[1:3], "--top", "0", "--moved", "m.jsonl", "--quiet"]) == 2
+    assert "has no field worth moving" in capsys.readouterr().err
 
 
 def test_experiment_list_and_single_case(

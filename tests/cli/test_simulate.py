@@ -71,8 +71,10 @@ def test_the_command_is_the_python_simulation(
     assert out["match_stopped"] == {str(k): v for k, v in manager.stats.miss_reasons.items()}
     # Without planning every step: the same to the last digit but for sums over steps.
     quick = _run(
-        capsys, trace_file, *machine, "--records", tmp_path / "r.jsonl", "--ttft", "0.5", "--tpot", "0.05"
-    )
+        capsys, trace_file, *machine, "--records", tmp_path / "r.jsonl", "--ttft", "0.5", "--tpot", "0.05",
+        "--out", tmp_path / "out.json",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "out.json").read_text()) == quick
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["finished_s"] for r in records] == [r.finished_s for r in ours.records]
     sums = ("busy_s", "batch", "pool_held")
@@ -181,7 +183,8 @@ def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         *["--hardware", "a100-40gb", "--shape", "opt-13b"],
         *SETTINGS[:4],
     ]
-    found = _run(capsys, path, "--find-rate", *promise)
+    found = _run(capsys, path, "--find-rate", *promise, "--out", tmp_path / "rate.json")
+    assert json.loads((tmp_path / "rate.json").read_text()) == found
     assert found["keeps"] == "some" and {True, False} == {t["kept"] for t in found["tried"]}
     at = _run(capsys, path, "--rate-scale", found["factor"], *promise)
     assert at["good_share"] >= 0.9

@@ -238,6 +238,28 @@ def test_a_sample_of_every_format_is_read(tmp_path: Path, name: str) -> None:
     assert again == [(pytest.approx(t), *rest) for t, *rest in rows]
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_trace_info_counts_every_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    from pagedjax.cli import main
+
+    file, text, options, kind, expected = SAMPLES[name]
+    typed = [f"--column={role}={column}" for role, column in options.get("columns", {}).items()]
+    typed += [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if key != "columns"]
+    assert main(["trace", "info", str(write(tmp_path, file, text)), *typed]) == 0
+    out = capsys.readouterr().out
+    times, inputs, outputs, _ = zip(*expected)
+    span = f"over {max(times):,.1f} s" if any(times) else "without times"
+    assert f"requests          {len(expected):,} {span}" in out and f"({kind}, " in out
+    assert f"{sum(inputs) / len(inputs):,.1f} in, {sum(outputs) / len(outputs):,.1f} out (means)" in out
+    none = outputs.count(0)
+    assert (f"without an answer {none} of them" in out) == (none > 0)
+    assert ("hit rate          unknown" in out) == (
+        open_trace(tmp_path / file, encode=utf8, **options).granularity == 0
+    )
+
+
 def test_every_format_has_a_sample_and_a_page() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
     for name in FORMATS:

@@ -32,7 +32,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from json.encoder import encode_basestring_ascii as _quoted
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ __all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_re
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
 _Told = tuple[int, int, int, list[int]]  # sequence, group, position, blocks from there on
 _MOST_HELD = 32  # frames that a kill may cost
-_FIRST = itemgetter(0)
 
 
 class RecordFile:
@@ -314,7 +312,7 @@ class Recorder:
         out: list[str] = []
         for number, *columns in changed:
             known = self._keys[number]
-            for block, owners, key in sorted(zip(*columns), key=_FIRST):
+            for block, owners, key in zip(*columns):
                 if known[block] is key or known[block] == key:
                     out.append(f"[{number},{block},{owners}]")
                 else:

@@ -78,7 +78,9 @@ def run(*, rounds: int = 7, sessions: int = 60, note: Note = lambda _: None) -> 
 def _row(
     what: str, path: Path, once: Callable[[type[Recorder], Path | None], tuple[float, int]], rounds: int
 ) -> Row:
-    for _ in range(2):  # what is compiled or cached at first is no part of it, nor the shapes of cached prompts
+    for _ in range(
+        2
+    ):  # what is compiled or cached at first is no part of it, nor the shapes of cached prompts
         once(Recorder, None)
     _Clocked.spent_s = 0.0
     clocked, _ = once(_Clocked, path)

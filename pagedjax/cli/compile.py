@@ -28,10 +28,10 @@ _POOL_SHARE = 0.9
 _READS = ("model", "config_file", "settings", "cache_dir")  # what says which model
 # Mode -> parameters without effect in it.
 _IDLE: dict[str, tuple[str, ...]] = {
-    "--kernels": ("pool_bytes",),
+    "--kernels": ("pool_bytes", "topology"),
     "--step": (),
-    "--table": (*_READS, "layers", "pool_bytes"),
-    "--bundles": (*_READS, "batch", "context", "layers", "pool_bytes", "quiet"),
+    "--table": (*_READS, "layers", "pool_bytes", "topology"),
+    "--bundles": (*_READS, "batch", "context", "layers", "pool_bytes", "topology", "quiet"),
 }
 
 
@@ -49,7 +49,15 @@ _IDLE: dict[str, tuple[str, ...]] = {
 @click.option("--context", type=_COUNT, default=4096, show_default=True, help="Longest row in tokens.")
 @click.option("--layers", type=_COUNT, help="Another depth than the model's: a step that fits one device.")
 @click.option(
-    "--pool-bytes", type=_COUNT, help="KV pool of the step.  [default: 90 % of usable HBM beside the weights]"
+    "--pool-bytes",
+    type=_COUNT,
+    help="KV pool of the step, a chip's part.  [default: 90 % of usable HBM beside the weights]",
+)
+@click.option(
+    "--topology",
+    metavar="2x4",
+    default="",
+    help="A TPU slice whose chips work the step together, of one host or several: 2x4, 4x4, 2x2x2 (v4, v5p, tpu7x).",
 )
 @common_options(settings=("model.model", "model.dtype", "cache.block_size"), model__dtype="bfloat16")
 @click.pass_context
@@ -65,6 +73,7 @@ def command(
     context: int,
     layers: int | None,
     pool_bytes: int | None,
+    topology: str,
 ) -> int:
     """Compile for a device that is not here: time, memory, proof that the pool is updated in place, fit.
 
@@ -91,10 +100,10 @@ def command(
     rows: list[dict[str, Any]] = []
     refused = 0
     for target in targets:
-        for name, job in _jobs(common, target, what, batch, context, layers, pool_bytes):
+        for name, job in _jobs(common, target, what, batch, context, layers, pool_bytes, topology):
             common.note(f"{target}: {name}")
             try:
-                rows.append(_row(job()))
+                rows.append(_row(job(), batch))
             except NotImplementedError as reason:
                 refused += 1
                 rows.append({"target": target, "what": name, "refused": str(reason)})
@@ -106,12 +115,12 @@ def command(
     return 1 if refused else 0
 
 
-def _row(compiled: Compiled) -> dict[str, Any]:
+def _row(compiled: Compiled, batch: int) -> dict[str, Any]:
     """What a compiled program says, for people and for --json."""
-    from pagedjax.kernels.aot import TARGETS
+    from pagedjax.kernels.aot import LINK_BYTES_PER_S, TARGETS
 
     c = compiled
-    return {
+    row: dict[str, Any] = {
         "target": c.target,
         "what": c.name,
         "compile_s": c.compile_s,
@@ -127,6 +136,16 @@ def _row(compiled: Compiled) -> dict[str, Any]:
         "on_chip_kib": c.limits.on_chip_bytes / 2**10,
         "on_chip": "shared memory" if TARGETS[c.target].platform == "cuda" else "VMEM",
     }
+    if c.chips > 1:
+        between = c.between_chips
+        row |= {
+            "chips": c.chips,
+            "collectives": {kind: count for kind, count in between.counts.items() if count},
+            "collectives_of_filters": {kind: count for kind, count in between.branches.items() if count},
+            "sent_bytes_per_token": between.sent_bytes / batch,
+            "link_bytes_per_s": LINK_BYTES_PER_S.get(c.target),
+        }
+    return row
 
 
 def _text(row: dict[str, Any]) -> str:
@@ -137,6 +156,7 @@ def _text(row: dict[str, Any]) -> str:
     if row["alias_is_pool"] and not row["in_place"]:
         place = "in place, but with scratch over 1 %"
     memory = row["on_chip"]
+    chips = [_between(row)] if "chips" in row else []
     return "\n".join(
         [
             head,
@@ -145,7 +165,21 @@ def _text(row: dict[str, Any]) -> str:
             f"  {place}: {'the pool' if row['alias_is_pool'] else 'NOT the pool'} of {row['pool_mib']:,.0f} MiB "
             f"is an alias, temporaries {row['temp_mib']:.2f} MiB ({row['temp_of_pool_percent']:.3f} % of it)",
             f"  largest kernel {row['kernel_kib']:,.0f} of {row['on_chip_kib']:,.0f} KiB {memory}",
+            *chips,
         ]
+    )
+
+
+def _between(row: dict[str, Any]) -> str:
+    """What crosses between chips, beside their links."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
+    link = row["link_bytes_per_s"]
+    beside = "links' bandwidth not known here"
+    if link:
+        beside = f"links of {link / 1e9:,.0f} GB/s both ways: at least {1e6 * row['sent_bytes_per_token'] / (link / 2):.2f} us"
+    return (
+        f"  {row['chips']} chips, each as above; between them a step: {kinds}; each sends "
+        f"{row['sent_bytes_per_token'] / 2**10:,.1f} KiB a token ({beside})"
     )
 
 
@@ -157,6 +191,7 @@ def _jobs(
     context: int,
     layers: int | None,
     pool_bytes: int | None,
+    topology: str,
 ) -> list[tuple[str, Any]]:
     """(name, what compiles it) of everything asked for."""
     from pagedjax.kernels import aot
@@ -171,13 +206,13 @@ def _jobs(
         name, model = f"{name}, {layers} layers", dataclasses.replace(model, num_layers=layers)
     block_size, dtype = common.config.cache.block_size, common.config.model.dtype
     if what == "step":
-        step = f"{name}: decode step of {batch}"
+        step = f"{name}: decode step of {batch}" + (f" on {topology}" if topology else "")
         return [
             (
                 step,
                 lambda: compile_step(
                     step, target, model, dtype, block_size=block_size, batch=batch, context=context,
-                    pool_bytes=pool_bytes,
+                    pool_bytes=pool_bytes, topology=topology,
                 ),
             )
         ]  # fmt: skip
@@ -241,6 +276,7 @@ def compile_step(
     batch: int,
     context: int,
     pool_bytes: int | None = None,
+    topology: str = "",
 ) -> Compiled:
     """Compile the runner's own step, from token ids to sampled tokens, for a device that is not here.
 
@@ -252,9 +288,11 @@ def compile_step(
         block_size: B.
         batch: Rows that decode one token.
         context: Longest row in tokens.
-        pool_bytes: Of the KV pool; None takes 90 % of what usable HBM has left beside the weights.
+        pool_bytes: Of the KV pool, a chip's part; None takes 90 % of what usable HBM has left beside the weights.
+        topology: Of the slice that works the step together; "" is one device.
 
     Raises:
+        ModelError: The model cannot be dealt out to so many chips.
         NotImplementedError: The compiler is missing or refuses, or the attention kernel was passed over.
     """
     import jax
@@ -263,25 +301,33 @@ def compile_step(
     from pagedjax.kernels import KVLayout, aot
     from pagedjax.models.decoder import abstract_params
     from pagedjax.runtime.batch import Bucket
+    from pagedjax.runtime.mesh import ONE_DEVICE, DeviceMesh
     from pagedjax.runtime.runner import JaxRunner
+
+    place: Any = DeviceMesh(model, aot.slice_devices(target, topology)) if topology else ONE_DEVICE
+    mesh = place.mesh if topology else None
 
     def layout(num_blocks: int) -> KVLayout:
         return KVLayout(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
 
     params = abstract_params(model, dtype)
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    chip = params if place.cut is None else abstract_params(place.cut.local, dtype)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(chip))
     if pool_bytes is None:
         pool_bytes = int(_POOL_SHARE * (_HBM_SHARE * aot.device_limits(target).hbm_bytes - weights))
         if pool_bytes <= 0:
             raise NotImplementedError(
                 f"{name} on {target}: its weights of {weights / 2**30:.1f} GiB leave no room in HBM; try --layers"
             )
-    pool = layout(max(2, pool_bytes // layout(1).num_bytes))
-    # The runner that would serve; what it allocates itself is one block.
-    runner = JaxRunner(model, params, layout(1), SchedulerConfig(max_num_seqs=batch), max_model_len=context)
+    pool = layout(max(2, pool_bytes // place.layout(layout(1)).num_bytes))
+    # The runner that would serve; of shapes, so that it allocates nothing.
+    runner = JaxRunner(
+        model, params, layout(1), SchedulerConfig(max_num_seqs=batch), max_model_len=context, place=place
+    )
     args = runner.step_args(Bucket(batch, 0, batch, batch), pool)
+    chip_bytes = place.layout(pool).num_bytes
     compiled = aot.compile(
-        name, target, runner.step_fn, args, donate=(1,), pool_bytes=pool.num_bytes, row_major=(0,)
+        name, target, runner.step_fn, args, donate=(1,), pool_bytes=chip_bytes, row_major=(0,), mesh=mesh
     )
     if compiled.num_kernels < model.num_layers:
         raise NotImplementedError(

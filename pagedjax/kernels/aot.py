@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import importlib.util
+import math
 import multiprocessing
 import os
 import re
@@ -70,6 +71,9 @@ TARGETS: Mapping[str, Target] = {
         ),
     )
 }
+# Links of a chip to the others of its slice, all together and both ways ("bidirectional inter-chip interconnect bandwidth
+# per chip" of docs.cloud.google.com/tpu/docs/v5e, v6e and v5p); the page of v4 states none.
+LINK_BYTES_PER_S: Mapping[str, float] = {"v5e": 400e9, "v6e": 800e9, "v5p": 1200e9}
 # What libtpu asks of the machine that runs it; set before its first use. Several processes may load it.
 LIBTPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -162,6 +166,52 @@ class Limits:
     on_chip_bytes: int
 
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Operations between chips in a compiled program.
+
+    Attributes:
+        counts: Kind → operations of every call.
+        branches: Kind → further ones in branches and loops, which only some calls take.
+        sent_bytes: That each chip sends for those in `counts`, in rings.
+    """
+
+    counts: Mapping[str, int]
+    branches: Mapping[str, int]
+    sent_bytes: float
+
+
+def count_collectives(hlo: str, chips: int) -> Collectives:
+    """Count a compiled program's operations between chips, its entry computation apart from the others.
+
+    In a ring of n chips an all-reduce of b bytes sends 2 (n - 1) / n * b from each, an all-gather to b bytes half of it.
+    """
+    pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+    part = (chips - 1) / chips
+    share = dict.fromkeys(COLLECTIVES, part) | {"all-reduce": 2 * part, "reduce-scatter": chips - 1}
+    counts, branches, sent, entry = dict.fromkeys(COLLECTIVES, 0), dict.fromkeys(COLLECTIVES, 0), 0.0, False
+    for line in hlo.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            entry = line.startswith("ENTRY")
+        found = pattern.search(line)
+        if found:
+            (counts if entry else branches)[found[2]] += 1
+            sent += share[found[2]] * _bytes_of(found[1]) if entry else 0.0
+    return Collectives(counts, branches, sent)
+
+
+def _bytes_of(shape: str) -> int:
+    """Bytes of an HLO shape's last array: "bf16[8,4096]{1,0:T(8,128)}", or a started operation's (operand, result)."""
+    arrays = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", shape)
+    if not arrays:
+        return 0
+    _, bits, dims = arrays[-1]
+    return math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One program compiled for a target.
@@ -175,10 +225,11 @@ class Compiled:
         temp_bytes: Scratch in HBM beside them.
         alias_bytes: Arguments updated in place.
         code_bytes: Of the program.
-        pool_bytes: Of the KV pool among the arguments.
+        pool_bytes: Of the KV pool among the arguments; of a slice, everything is one chip's.
         kernel_bytes: On-chip memory that the largest of the program's kernels takes; 0 where it is not known.
         limits: Of the device.
         hlo: The compiled program's text.
+        chips: That the program is compiled for; every size is one chip's.
     """
 
     target: str
@@ -193,6 +244,7 @@ class Compiled:
     kernel_bytes: int
     limits: Limits
     hlo: str = field(repr=False, compare=False, default="")
+    chips: int = 1
 
     @property
     def in_place(self) -> bool:
@@ -211,6 +263,11 @@ class Compiled:
         return len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', self.hlo))
 
     @property
+    def between_chips(self) -> Collectives:
+        """What every call sends between chips."""
+        return count_collectives(self.hlo, self.chips)
+
+    @property
     def fits(self) -> bool:
         return self.hbm_bytes <= self.limits.hbm_bytes
 
@@ -224,6 +281,7 @@ def compile(
     donate: tuple[int, ...] = (),
     pool_bytes: int = 0,
     row_major: tuple[int, ...] = (),
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Compiled:
     """Compile fn for a device that is not there.
 
@@ -236,6 +294,8 @@ def compile(
         pool_bytes: Size of the KV pool among the arguments, for `Compiled.in_place`.
         row_major: Argument numbers whose arrays lie row by row. By default XLA:TPU expects an array in the
             order that pads least, and a [V, D] embedding of 576 columns is then copied at every call.
+        mesh: Of a slice's chips (`slice_devices`): fn is jitted, donates by itself, and the arguments' shardings count;
+            arguments without one are on every chip.
 
     Raises:
         ValueError: Unknown target.
@@ -248,19 +308,22 @@ def compile(
             "once; compile for one target a process"
         )
     device, _ = _device(target)
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    everywhere: Any = jax.sharding.SingleDeviceSharding(device)
+    if mesh is not None:
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def spec(x: Any, rows: bool) -> jax.ShapeDtypeStruct:
+        sharding = everywhere if mesh is None else getattr(x, "sharding", None) or everywhere
         place = Format(Layout(tuple(range(len(x.shape)))), sharding) if rows else sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     specs = [jax.tree.map(lambda x, i=i: spec(x, i in row_major), arg) for i, arg in enumerate(args)]
     started = time.perf_counter()
     try:
-        with tracing_for(target):
-            traced = jax.jit(fn, donate_argnums=donate).trace(*specs)
+        limits = device_limits(target)
+        with tracing_for(target) if mesh is None else jax.set_mesh(mesh):
+            traced = (jax.jit(fn, donate_argnums=donate) if mesh is None else fn).trace(*specs)
             compiled = traced.lower(lowering_platforms=(TARGETS[target].platform,)).compile()
-            limits = device_limits(target)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         # Mosaic GPU reports too much shared memory as a ValueError; any other is a mistake of the caller.
         if isinstance(error, ValueError) and "shared memory" not in str(error):
@@ -280,6 +343,7 @@ def compile(
         _kernel_bytes(hlo),
         limits,
         hlo,
+        1 if mesh is None else mesh.size,
     )
 
 
@@ -347,6 +411,33 @@ def _device(target: str) -> tuple[Any, Any]:
     return device, jax.sharding.AbstractDevice(
         device_kind=device.device_kind, num_cores=cores, platform="tpu"
     )
+
+
+def slice_devices(target: str, topology: str) -> list[Any]:
+    """Chips of a slice that is not here, of one host or several.
+
+    Args:
+        target: A TPU of TARGETS.
+        topology: As the target's own documents spell it: "2x4", "2x2x2".
+
+    Raises:
+        ValueError: The target is no TPU, or libtpu knows no such slice of it.
+    """
+    _device(target)  # refuses what is unknown or not installed; sets libtpu's environment
+    if TARGETS[target].platform != "tpu":
+        raise ValueError(f"target={target}: slices are of TPUs; leave the topology out")
+    from jax.experimental import topologies
+
+    try:
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{topology}").devices
+        )
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        own = TARGETS[target].topology.partition(":")[2]
+        raise ValueError(
+            f"topology={topology}: libtpu knows no such slice of {target} ({str(error).splitlines()[0][:120]}); "
+            f"try {own}"
+        ) from None
 
 
 def tracing_for(target: str) -> Any:

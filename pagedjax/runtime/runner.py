@@ -53,6 +53,7 @@ class JaxRunner:
         model: Shapes of the decoder.
         params: Its weights, a plain dict (dispatch of module trees is slow). Arrays that do not lie row by row
             are copied to lie so. Whole leaves; with several devices also leaves that lie where `place` wants them.
+            With shapes in place of arrays nothing is allocated, and programs can be lowered, not run.
         layouts: Shape of the KV pool of all layers, or one per entry of `model.layer_groups`, each with the
             layers of its group: blocks behind a window can then be used again.
         config: Limits of one step; they fix the buckets.
@@ -156,6 +157,8 @@ class JaxRunner:
 
         A pool that is not would give the first bucket's program a second time, with every later pool.
         """
+        if isinstance(jax.tree.leaves(self._params)[0], jax.ShapeDtypeStruct):
+            return tuple(self.place.pool_shape(layout) for layout in self._parts)  # programs are only lowered
         pools = tuple(self.place.make_pool(layout) for layout in self._parts)
         if self.place.devices > 1:
             return pools

@@ -89,6 +89,54 @@ def test_a_refusal_is_shown_and_counted(capsys):
 
 
 @needs("v5e")
+def test_a_step_of_a_slice_of_two_hosts(capsys):
+    args = ["--target", "v5e", "--step", "--topology", "2x4", "--layers", "2", "--pool-bytes", str(1 << 30)]
+    code, [row] = compiled(capsys, *args, "--model", str(SHAPES / "llama-3-8b.json"))
+    assert code == 0 and row["chips"] == 8 and row["fits_hbm"]
+    assert row["in_place"] and row["pool_mib"] == 1024 and row["temp_of_pool_percent"] < 1
+    # Two a layer and one for the embedding, [8, 4096] in bfloat16 each; one exchange of who drew best.
+    assert row["collectives"] == {"all-reduce": 5, "all-gather": 1}
+    sent = 5 * 2 * 7 / 8 * 8 * 4096 * 2 + 7 / 8 * 8 * 2 * 8 * 4
+    assert row["sent_bytes_per_token"] == sent / 8 and row["link_bytes_per_s"] == 400e9
+
+
+@needs("v5e")
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("--target", "v5e", "--step", "--topology", "3x5"), ("topology=3x5", "try 2x2")),
+        (("--target", "v5e", "--step", "--topology", "2x4"), ("9 query heads", "try 1 or 3")),
+        (
+            ("--target", "v5e", "--kernels", "--topology", "2x4"),
+            ("--topology: has no effect with --kernels",),
+        ),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(capsys, args, parts):
+    code = main(["compile", "-q", *args, "--model", str(SHAPES / "smollm2-135m.json")])
+    err = capsys.readouterr().err
+    assert code == 2 and all(part in err for part in parts), err
+
+
+def test_collectives_are_counted_by_kind_and_place():
+    hlo = """HloModule step
+%branch (a: f32[4]) -> f32[4] {
+  %r = f32[4]{0} all-reduce(%a), to_apply=%add
+}
+ENTRY %main (x: bf16[8,64]) -> bf16[8,64] {
+  %one = bf16[8,64]{1,0:T(8,128)(2,1)} all-reduce(%x), to_apply=%add
+  %two = (bf16[8,64]{1,0}, bf16[8,64]{1,0}) all-reduce-start(%one), to_apply=%add
+  %three = s32[4,2,8]{2,1,0} all-gather(%pair), dimensions={0}
+  %name = bf16[8,64]{1,0} fusion(%all-reduce.3), kind=kLoop
+}
+"""
+    found = aot.count_collectives(hlo, 4)
+    assert {k: n for k, n in found.counts.items() if n} == {"all-reduce": 2, "all-gather": 1}
+    assert {k: n for k, n in found.branches.items() if n} == {"all-reduce": 1}
+    assert found.sent_bytes == 2 * 2 * 0.75 * 1024 + 0.75 * 256
+
+
+@needs("v5e")
 def test_kernels_of_a_model_as_text(capsys):
     code = main(["compile", "-q", "--target", "v5e", "--model", str(SHAPES / "smollm2-135m.json")])
     out = capsys.readouterr().out

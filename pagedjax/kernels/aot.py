@@ -71,8 +71,8 @@ TARGETS: Mapping[str, Target] = {
         ),
     )
 }
-# Links of a chip to the others of its slice, all together and both ways ("bidirectional inter-chip interconnect bandwidth
-# per chip" of docs.cloud.google.com/tpu/docs/v5e, v6e and v5p); the page of v4 states none.
+# Links of a chip to the others of its slice, all together and both ways: "bidirectional inter-chip interconnect
+# bandwidth per chip" of docs.cloud.google.com/tpu/docs/v5e, v6e and v5p; the page of v4 states none.
 LINK_BYTES_PER_S: Mapping[str, float] = {"v5e": 400e9, "v6e": 800e9, "v5p": 1200e9}
 # What libtpu asks of the machine that runs it; set before its first use. Several processes may load it.
 LIBTPU_ENVIRONMENT: Mapping[str, str] = {
@@ -187,7 +187,7 @@ class Collectives:
 def count_collectives(hlo: str, chips: int) -> Collectives:
     """Count a compiled program's operations between chips, its entry computation apart from the others.
 
-    In a ring of n chips an all-reduce of b bytes sends 2 (n - 1) / n * b from each, an all-gather to b bytes half of it.
+    In a ring of n chips, an all-reduce of b bytes sends 2 (n - 1) / n * b from each, an all-gather to b bytes half.
     """
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     part = (chips - 1) / chips
@@ -322,7 +322,8 @@ def compile(
     try:
         limits = device_limits(target)
         with tracing_for(target) if mesh is None else jax.set_mesh(mesh):
-            traced = (jax.jit(fn, donate_argnums=donate) if mesh is None else fn).trace(*specs)
+            program: Any = jax.jit(fn, donate_argnums=donate) if mesh is None else fn
+            traced = program.trace(*specs)
             compiled = traced.lower(lowering_platforms=(TARGETS[target].platform,)).compile()
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         # Mosaic GPU reports too much shared memory as a ValueError; any other is a mistake of the caller.

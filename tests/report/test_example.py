@@ -58,8 +58,10 @@ REMEDY = "docs/example/report.html is old: run the commands of docs/example.md a
 def test_the_example_is_what_the_commands_write(written):
     ours, theirs = EXAMPLE.read_text(encoding="utf-8"), written
     (data, markup), (new_data, new_markup) = _parts(ours), _parts(theirs)
-    assert _shape(data) == _shape(new_data), REMEDY
     (run,), (new_run,) = data["runs"], new_data["runs"]
+    for about in (run["about"], new_run["about"]):
+        about.pop("settings")  # a new setting alone makes no page old
+    assert _shape(data) == _shape(new_data), REMEDY
     assert len(run["requests"]) == len(new_run["requests"]) == 36
     assert run["pool_blocks"] == new_run["pool_blocks"]
     assert shlex.split(run["about"]["command"])[1:] in _commands()

@@ -10,13 +10,14 @@ A record is JSON lines (gzip where the name ends in .gz). Each line is one frame
 - `settings`, of an exploration (`pagedjax.explore`): others were chosen; all that the file says ran under the last
 - `close`, last, of a run that was closed: order of each free queue, counters
 
-A fleet's record is one file: frames of an instance carry its number `i`, and
-| `join` | an instance is there: number, name, role, node, block size, pools |
-| `route` | a request was sent: to whom, why, what was expected to be cached there |
-| `engage` | an instance that decodes was chosen for a request |
-| `refuse` | a request was refused, and why |
-| `move` | KV moved: what for, from where, to where, bytes, start, seconds; `lost` where it did not arrive |
-| `gone` | an instance left, died, or was there at the end |
+A fleet's record is one file; frames of an instance carry its number `i`, and these come between them:
+
+- `join`: an instance is there: number, name, role, node, block size, pools
+- `route`: a request was sent: to whom, why, what was expected to be cached there
+- `engage`: an instance that decodes was chosen for a request
+- `refuse`: a request was refused, and why
+- `move`: KV moved: what for, from where, to where, bytes, start, seconds; `lost` where it did not arrive
+- `gone`: an instance left, died, or was there at the end
 
 Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens, samples drawn]` of a step's rows,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that

@@ -47,6 +47,7 @@ STATEFUL, SAMPLING, DECODING = (
 )
 EXAMPLES, SNAPSHOT = "cache/test_examples.py", "runtime/test_snapshot.py"
 SENSITIVITY = "runtime/test_sensitivity.py::test_copies_that_write_constants_change_tokens"
+SERVED = "explore/test_server.py"
 FLEET, ROUTING = "sim/test_fleet.py", "sim/test_routing.py"
 CONSERVE = f"{FLEET}::test_fleets_conserve"
 WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
@@ -202,6 +203,38 @@ MUTANTS = (
         "self.write(pool, batch.dst, host[batch.src])",
         "self.write(pool, batch.dst, host[batch.src] * 0)",
         (SENSITIVITY,),
+    ),
+    # ------------------------------------------------------------------ explorations
+    Mutant(
+        "explore: no token is asked for",
+        'if not secrets.compare_digest(given[0] if given else b"", self._token):',
+        "if False:",
+        (SERVED,),
+    ),
+    Mutant(
+        "explore: any host's name",
+        "if len(hosts) != 1 or hosts[0] not in self._hosts:",
+        "if False:",
+        (SERVED,),
+    ),
+    Mutant(
+        "explore: any origin",
+        "if len(origins) > 1 or any(origin not in self._origins for origin in origins):",
+        "if False:",
+        (SERVED,),
+    ),
+    Mutant("explore: a tab is not told", "            self._tabs.changed()\n", "", (SERVED,)),
+    Mutant(
+        "explore: shared blocks are filled",
+        "        self._check_writable(seq, start, end)\n",
+        "",
+        ("explore/test_exploration.py",),
+    ),
+    Mutant(
+        "explore: a refused command counts",
+        "            self.clock -= 1\n",
+        "",
+        ("explore/test_exploration.py",),
     ),
     # ------------------------------------------------------------------ fleets
     Mutant(

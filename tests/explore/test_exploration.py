@@ -56,6 +56,7 @@ def test_random_histories_are_the_managers_state_after_each_command(seed):
             judge.take(command)
         done += 1
         assert _shown(exploration) == judge.plain(), f"after {exploration.history[-1:]}"
+        assert exploration.stage.manager.now == judge.manager.now, "a refused command counted"
         exploration.stage.manager.check_invariants()
     again = Exploration(SMALL)
     for command in exploration.history:

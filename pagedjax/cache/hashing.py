@@ -14,6 +14,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -324,11 +325,23 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
         ) from None
 
 
+def _numbers(tokens: np.ndarray) -> list[int]:
+    """An array as Python's numbers; where equal ones follow each other, as in traces that name blocks, one object."""
+    starts = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
+    if 8 * len(starts) > len(tokens) - 8:
+        return list(tokens.tolist())
+    edges = [0, *starts.tolist(), len(tokens)]
+    out: list[int] = []
+    for first, last in pairwise(edges):
+        out += [int(tokens[first])] * (last - first)
+    return out
+
+
 class TokenChain:
     """Append-only tokens with the digests of their full blocks, each computed once, when first asked for.
 
     Args:
-        tokens: Token ids of 32 signed bits.
+        tokens: Token ids of 32 signed bits; an array of i32 is hashed soonest and must not be changed.
         block_size: Tokens per block.
         hash: Name of a scheme or a `HashScheme`.
         extra: What else decides the KV.
@@ -339,7 +352,7 @@ class TokenChain:
         (1, 32)
     """
 
-    __slots__ = ("_digests", "_packed", "_proof", "block_size", "extra", "scheme", "tokens")
+    __slots__ = ("_array", "_digests", "_packed", "_proof", "block_size", "extra", "scheme", "tokens")
 
     def __init__(
         self,
@@ -353,7 +366,13 @@ class TokenChain:
             raise ValueError(f"block_size={block_size}: must be at least 1; try 16")
         if not isinstance(extra, ExtraKeys):
             raise ValueError(f"extra={extra!r}: must be ExtraKeys; try ExtraKeys(salt=...)")
-        self.tokens: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        self._array: np.ndarray | None = None  # the first tokens, until they are hashed
+        if isinstance(tokens, np.ndarray):
+            self.tokens: list[int] = _numbers(tokens)
+            if tokens.dtype == np.int32:
+                self._array = tokens
+        else:
+            self.tokens = list(tokens)
         self.block_size = block_size
         self.scheme = hash_scheme(hash)
         # One object for "none", so that the hashes can tell the common case by identity.
@@ -388,15 +407,19 @@ class TokenChain:
                 raise ValueError(
                     f"block {num_blocks - 1}: the chain has {full} full blocks; append tokens first"
                 )
+            packed = self._pack(known * self.block_size, full * self.block_size)
             size = self.block_size
-            tokens = self.tokens
-            if known or len(tokens) != full * size:
-                tokens = tokens[known * size : full * size]
-            packed = pack_tokens(tokens)
             parent = self._digests[-1] if known else self.scheme.root
             self._digests += self.scheme.extend(parent, known, packed, size, self.extra)
             self._packed += packed
         return self._digests
+
+    def _pack(self, first: int, end: int) -> bytes:
+        array, self._array = self._array, None
+        if array is not None and first == 0 and end <= len(array):
+            return array[:end].astype("<i4", copy=False).tobytes()
+        whole = first == 0 and end == len(self.tokens)
+        return pack_tokens(self.tokens if whole else self.tokens[first:end])
 
     def digest(self, index: int) -> bytes:
         """Name of full block `index`.
@@ -422,10 +445,26 @@ class TokenChain:
         self.digests(num_blocks)
         return self._packed
 
+    @classmethod
+    def hashed(cls, tokens: np.ndarray, digests: Sequence[bytes], *, block_size: int) -> TokenChain:
+        """A chain whose digests somebody has computed before; they are believed.
+
+        Args:
+            tokens: i32[n].
+            digests: Of its first full blocks, by SHA-256 and without extra keys.
+            block_size: Tokens per block.
+        """
+        chain = cls(tokens, block_size=block_size)
+        if digests:
+            chain._packed += chain._pack(0, len(digests) * block_size)
+            chain._digests += digests
+        return chain
+
     def fork(self) -> TokenChain:
         """An independent chain with the same tokens so far."""
         other = TokenChain.__new__(TokenChain)
         other.tokens = self.tokens.copy()
+        other._array = self._array
         other.block_size = self.block_size
         other.scheme = self.scheme
         other.extra = self.extra

@@ -19,7 +19,7 @@ from pagedjax.cache import InvariantError, KVCacheManager, ResetReport
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.interrupts import HeldInterrupts
-from pagedjax.engine.limits import check_ends, check_input
+from pagedjax.engine.limits import check_chain, check_ends, check_input
 from pagedjax.engine.outputs import Outputs
 from pagedjax.engine.request import FinishReason, Request, RequestOutput, SamplingParams, Sequence
 from pagedjax.engine.results import Results
@@ -108,6 +108,7 @@ class Engine:
         request_id: str | None = None,
         extra: ExtraKeys = ExtraKeys(),
         priority: int = 0,
+        chain: TokenChain | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -117,14 +118,19 @@ class Engine:
             request_id: Unique among live requests; None assigns the next number.
             extra: Extra keys of its blocks (adapter, cache salt): requests share blocks only under equal keys.
             priority: Higher is admitted first and preempted last; equals go by arrival.
+            chain: The prompt's, where the caller has hashed it already; the request's own from here on.
 
         Raises:
-            ValueError: The request can never run, or its id is taken. Nothing was queued.
+            ValueError: The request can never run, its id is taken, or the chain is not the prompt's. Nothing was queued.
         """
         added: list[str] = []
+        if chain is not None:
+            check_chain(
+                chain, len(prompt_token_ids), self.manager.block_size, hash=self._hash_scheme, extra=extra
+            )
         try:
             with HeldInterrupts() as interrupts, self._books.held(interrupts):
-                self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock())
+                self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock(), chain)
         except KeyboardInterrupt:  # the caller never learns the id
             for name in added:
                 self.abort(name)
@@ -140,6 +146,7 @@ class Engine:
         extra: ExtraKeys,
         priority: int,
         arrival: float,
+        chain: TokenChain | None = None,
     ) -> None:
         """Queue a request and append its id to `added`; called with the books held."""
         self.check(prompt_token_ids, sampling)
@@ -152,8 +159,10 @@ class Engine:
             raise ValueError(f"priority={priority!r}: must be a whole number; 0 is the common one")
         if self._is_taken(request_id):
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
-        prompt = tuple(np.asarray(prompt_token_ids).tolist())
-        chain = TokenChain(prompt, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
+        if chain is None:
+            tokens = np.asarray(prompt_token_ids)
+            chain = TokenChain(tokens, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
+        prompt = tuple(chain.tokens)
         seed = sampling.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, self._num_added]).generate_state(1)[0])

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from pagedjax.cache import Hints, KVCacheManager
+from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.beam import check_width
 from pagedjax.engine.request import MAX_END_IDS, SamplingParams, check_token_ids
@@ -125,6 +126,16 @@ def check_input(
             raise ValueError(f"logit_bias[{token}]: must be in [0, {vocab_size}), the model's vocabulary")
     if sampling.stop and not has_text:
         raise ValueError("stop: needs a tokenizer to find strings; give stop_token_ids instead")
+
+
+def check_chain(chain: TokenChain, num_tokens: int, block_size: int, *, hash: str, extra: ExtraKeys) -> None:
+    """Raise where a chain that came with a prompt is not the one that the engine would make of it."""
+    given = (len(chain), chain.block_size, chain.scheme.name, chain.extra)
+    for name, ours, wanted in zip(
+        ("tokens", "block_size", "hash", "extra"), given, (num_tokens, block_size, hash, extra)
+    ):
+        if ours != wanted:
+            raise ValueError(f"chain of {name}={ours}: must be {wanted}, as the engine hashes; leave it out")
 
 
 def check_ends(sampling: SamplingParams, ends: Collection[int]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedjax.cache.hashing import TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, StepResult
 from pagedjax.engine.quiet import book_quiet_steps, num_quiet_steps
@@ -287,10 +288,13 @@ class Instance:
         return [self._answer(seq.request.request_id, seq.index, first + i) for i in range(count)]
 
     def _timed(self, plan: StepPlan) -> float:
+        admitted, now = self.admitted, self.clock.now
         for row in plan.rows:
-            self.admitted.setdefault(row.seq.request.request_id, self.clock.now)
+            name = row.seq.request.request_id
+            if name not in admitted:
+                admitted[name] = now
             if row.samples and not row.seq.num_output_tokens:
-                self.started.append(row.seq.request.request_id)
+                self.started.append(name)
         elapsed = self._step_s(plan)
         result = self.result
         result.num_steps += 1
@@ -316,7 +320,15 @@ class Instance:
             return False
         return True
 
-    def add(self, name: str, request: TraceRequest, tokens: np.ndarray, now: float) -> None:
+    def add(
+        self,
+        name: str,
+        request: TraceRequest,
+        tokens: np.ndarray,
+        now: float,
+        *,
+        chain: TokenChain | None = None,
+    ) -> None:
         """Queue one request; it waits for the end of a step under way at `now`.
 
         Args:
@@ -324,6 +336,7 @@ class Instance:
             request: Its lengths and times.
             tokens: i32[num_input], the prompt.
             now: When it comes.
+            chain: The prompt's, where it is hashed already, to be the request's own.
 
         Raises:
             ValueError: It can never run here.
@@ -333,7 +346,7 @@ class Instance:
         if not self.engine.has_work:
             self.clock.now = max(self.clock.now, now)
         self.live[name] = (request, request.arrival_s)
-        self.engine.add(tokens, sampling, request_id=name)
+        self.engine.add(tokens, sampling, request_id=name, chain=chain)
 
     def cancel(self, name: str, now: float) -> bool:
         """End a request without a record; False: it is not here any more."""

@@ -89,26 +89,46 @@ class Gaps:
 
     _LOG = math.log(1.01)
     _LEAST_S = 1e-6
+    _BINS = 3000  # up to 1e-6 * 1.01**3000, about 90 days
+    _HELD = 1 << 15
 
     def __init__(self) -> None:
-        self.counts = np.zeros(3000, dtype=np.int64)  # up to 1e-6 * 1.01**3000, about 90 days
+        self._counts = np.zeros(self._BINS, dtype=np.int64)
+        self._seconds: list[np.ndarray] = []  # not in the bins yet, and how many tokens each
+        self._tokens: list[int] = []
+        self._held = 0
+
+    @property
+    def counts(self) -> np.ndarray:
+        """i64[bins] of tokens."""
+        if self._seconds:
+            tokens = np.repeat(self._tokens, [len(each) for each in self._seconds])
+            logs = np.log(np.maximum(np.concatenate(self._seconds), self._LEAST_S) / self._LEAST_S) / self._LOG
+            np.add.at(self._counts, np.minimum(logs.astype(np.int64), self._BINS - 1), tokens)
+            self._seconds, self._tokens, self._held = [], [], 0
+        return self._counts
 
     def add(self, seconds: float, tokens: int) -> None:
+        """So many tokens after so many seconds."""
         if tokens:
             place = int(math.log(max(seconds, self._LEAST_S) / self._LEAST_S) / self._LOG)
-            self.counts[min(place, len(self.counts) - 1)] += tokens
+            self._counts[min(place, self._BINS - 1)] += tokens
 
     def add_each(self, seconds: np.ndarray, tokens: int) -> None:
         """The same for f64[n] seconds, `tokens` each."""
-        logs = np.log(np.maximum(seconds, self._LEAST_S) / self._LEAST_S) / self._LOG
-        np.add.at(self.counts, np.minimum(logs.astype(np.int64), len(self.counts) - 1), tokens)
+        self._seconds.append(seconds)
+        self._tokens.append(tokens)
+        self._held += len(seconds)
+        if self._held > self._HELD:
+            _ = self.counts
 
     def percentile(self, percent: float) -> float | None:
         """None where no token came after another; else within a hundredth."""
-        total = int(self.counts.sum())
+        counts = self.counts
+        total = int(counts.sum())
         if not total:
             return None
-        place = int(np.searchsorted(np.cumsum(self.counts), percent / 100 * total))
+        place = int(np.searchsorted(np.cumsum(counts), percent / 100 * total))
         return self._LEAST_S * math.exp((place + 0.5) * self._LOG)
 
 

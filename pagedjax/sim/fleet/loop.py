@@ -305,10 +305,13 @@ class Fleet:
         member = job.member
         assert member is not None
         request, tokens = job.request, job.prompt.tokens
+        target = member if job.first is None else job.decoder
+        assert target is not None
+        chain = job.prompt.chain(target.worker.block_size)
         if job.first is not None:  # its first token belongs to the prompt now
-            assert job.decoder is not None
             first = own_token(job.number) if request.output_ids is None else request.output_ids[0]
             tokens = np.append(tokens, np.int32(first))
+            chain.append(int(first))
             rest = None if request.output_ids is None else request.output_ids[1:]
             request = replace(
                 request, num_input=len(tokens), num_output=request.num_output - 1, output_ids=rest
@@ -316,11 +319,10 @@ class Fleet:
             del member.jobs[job.number]  # whatever becomes of it now, this one goes on
             if not member.accepting and not member.jobs:
                 self._gone(member, now)
-            member = job.decoder
         elif member.spec.role == "prefill":
             request = replace(request, num_output=1)
-        member.run.add(str(job.number), request, tokens, now)
-        self._queue(member)
+        target.run.add(str(job.number), request, tokens, now, chain=chain)
+        self._queue(target)
 
     # -------------------------------------------------------------------- steps
 

@@ -143,18 +143,15 @@ class Member:
         self._joined_s = now
 
     def _planned(self, plan: StepPlan, elapsed: float) -> None:
-        tokens = after = 0
         self.fed.clear()
         self.began_s = self.run.clock.now
-        handing = self.spec.role == "prefill"
-        for row in plan.rows:
-            tokens += row.num_tokens
-            if row.samples and row.seq.num_output_tokens:
-                after += 1
-            elif handing:
-                self.fed.append((int(row.seq.request.request_id), row.start, row.num_tokens))
-        self.totals.computed_tokens += tokens
-        self._gaps.add(elapsed, after)
+        if self.spec.role == "prefill":
+            for row in plan.rows:
+                if not (row.samples and row.seq.num_output_tokens):
+                    self.fed.append((int(row.seq.request.request_id), row.start, row.num_tokens))
+        self.totals.computed_tokens += plan.num_tokens
+        # One sample a row: those that did not bring a first token brought a later one.
+        self._gaps.add(elapsed, plan.num_samples - len(self.run.started))
         if self._on_plan is not None:
             self._on_plan(self.number, plan)
 

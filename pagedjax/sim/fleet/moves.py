@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from pagedjax.cache import CacheEvent
-from pagedjax.cache.hashing import TokenChain
 from pagedjax.sim.fleet.member import Job, Member
 from pagedjax.sim.fleet.observer import FleetObserver
 from pagedjax.sim.fleet.settings import LinkSpec, StoreSpec, require
@@ -190,12 +189,7 @@ class Moves:
     def begin_hand_over(self, job: Job) -> None:
         """A prompt is to be decoded by `job.decoder`: what that has cached already is not sent."""
         assert job.decoder is not None
-        job.sent_tokens = job.decoder.manager.peek(TokenChain(job.prompt.tokens, block_size=self._size(job)))
-
-    @staticmethod
-    def _size(job: Job) -> int:
-        assert job.decoder is not None
-        return int(job.decoder.worker.block_size)
+        job.sent_tokens = job.decoder.manager.peek(job.prompt.chain(job.decoder.worker.block_size))
 
     def send_layers(self, job: Job, end: int, began: float, ended: float) -> None:
         """A step has computed the prompt up to `end`: each layer's KV follows behind the next layer's computation.
@@ -225,7 +219,7 @@ class Moves:
         """A prompt is computed: send what has not been sent yet, holding it until it has arrived."""
         source, target = job.member, job.decoder
         assert source is not None and target is not None
-        chain = TokenChain(job.prompt.tokens, block_size=source.worker.block_size)
+        chain = job.prompt.chain(source.worker.block_size)
         source.pin(chain)
         self._pinned(source)
         job.held = (source, chain)
@@ -321,7 +315,7 @@ class Moves:
         if self.store is None or self._block is None:
             return False
         size = member.worker.block_size
-        matched = member.manager.peek(TokenChain(job.prompt.tokens, block_size=size)) // size * size
+        matched = member.manager.peek(job.prompt.chain(size)) // size * size
         forecast, places = self.plan_fetch(member, job.prompt, matched, member.worker.queue_s(now))
         if not places:
             return False

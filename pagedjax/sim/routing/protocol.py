@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pagedjax.cache.hashing import NO_EXTRA, hash_scheme
+from pagedjax.cache.hashing import NO_EXTRA, TokenChain, hash_scheme
 from pagedjax.sim.routing.knowledge import Knowledge
 
 _SCHEME = hash_scheme("sha256")  # the engines' default, which simulated ones have
@@ -38,12 +38,16 @@ class Prompt:
     def digests(self, block_size: int) -> list[bytes]:
         """Names of the prompt's full blocks, as the managers' events name them; not to be changed."""
         found = self._digests.get(block_size)
-        if found is None:  # as a `TokenChain` has them, without its list of tokens
+        if found is None:
             full = self.num_tokens // block_size * block_size
             packed = np.ascontiguousarray(self.tokens[:full], dtype="<i4").tobytes()
             found = list(_SCHEME.extend(_SCHEME.root, 0, packed, block_size, NO_EXTRA))
             self._digests[block_size] = found
         return found
+
+    def chain(self, block_size: int) -> TokenChain:
+        """The prompt's chain, with digests that are computed once; the caller's own."""
+        return TokenChain.hashed(self.tokens, self.digests(block_size), block_size=block_size)
 
 
 @dataclass(slots=True)

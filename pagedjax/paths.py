@@ -1,8 +1,11 @@
-"""Where things are: what is kept between runs, and the files that come with the package."""
+"""Where things are: what is kept between runs, files that come with the package, files behind URLs."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import errno
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
 
 import platformdirs
 
@@ -55,3 +58,165 @@ def shipped_file(folder: str, name: str | Path) -> Path:
     raise ValueError(
         f"{name}: must be a file, or one of {', '.join(file.stem for file in known)} (configs/{folder}/)"
     )
+
+
+class UrlPath:
+    """A file or folder behind a URL that fsspec knows ("s3://bucket/x"), with those methods of `Path` that are used.
+
+    Files are replaced whole, by one write of an object; where a storage cannot promise that, writing is refused.
+
+    Args:
+        url: scheme://place; a trailing slash says nothing.
+    """
+
+    # Storages of objects: what is written is there once all of it is, and nothing in between.
+    WHOLE = ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss")
+
+    def __init__(self, url: str) -> None:
+        self._scheme, _, rest = url.partition("://")
+        self._rest = rest.rstrip("/")
+        self._url = f"{self._scheme}://{self._rest}"
+        self._pure = PurePosixPath(self._rest)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"UrlPath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UrlPath) and other._url == self._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __truediv__(self, name: str) -> UrlPath:
+        return UrlPath(f"{self._url}/{name}" if self._rest else f"{self._url}{name}")
+
+    @property
+    def name(self) -> str:
+        return self._pure.name
+
+    @property
+    def stem(self) -> str:
+        return self._pure.stem
+
+    @property
+    def suffix(self) -> str:
+        return self._pure.suffix
+
+    @property
+    def suffixes(self) -> list[str]:
+        return self._pure.suffixes
+
+    @property
+    def parent(self) -> UrlPath:
+        return UrlPath(f"{self._scheme}://{self._rest.rpartition('/')[0]}")
+
+    def with_name(self, name: str) -> UrlPath:
+        """Another file beside this one."""
+        return self.parent / name
+
+    def _there(self) -> tuple[Any, str]:
+        """The file system, and the path on it.
+
+        Raises:
+            ModuleNotFoundError: fsspec, or what it needs for this scheme, is missing.
+            ValueError: No file system has this scheme.
+        """
+        try:
+            from fsspec.core import url_to_fs
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(f"{self}: needs fsspec; pip install fsspec") from None
+        try:
+            found: tuple[Any, str] = url_to_fs(self._url)
+        except ImportError as error:
+            raise ModuleNotFoundError(f"{self}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}; give a path, or a URL that fsspec knows") from None
+        return found
+
+    def is_file(self) -> bool:
+        """Whether a file is there."""
+        system, path = self._there()
+        return bool(system.isfile(path))
+
+    def exists(self) -> bool:
+        """Whether a file or a folder is there."""
+        system, path = self._there()
+        return bool(system.exists(path))
+
+    def open(self, mode: str = "rb", encoding: str | None = None) -> Any:
+        """The file, read as a stream, or written: then it is there once it is closed."""
+        if "r" not in mode:
+            self.check_writable()
+        system, path = self._there()
+        try:
+            return system.open(path, mode, **({} if "b" in mode else {"encoding": encoding or "utf-8"}))
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(self)) from None
+
+    def read_bytes(self) -> bytes:
+        """All of the file."""
+        with self.open("rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """All of the file as text."""
+        return self.read_bytes().decode(encoding)
+
+    def check_writable(self) -> None:
+        """Raise ValueError where a file of this storage cannot be replaced whole."""
+        if self._scheme not in self.WHOLE:
+            raise ValueError(
+                f"{self}: {self._scheme} does not replace a file whole or not at all; give a folder, or one of "
+                f"{', '.join(self.WHOLE)}"
+            )
+
+    def write_bytes(self, content: bytes) -> None:
+        """Replace the file, whole or not at all."""
+        self.check_writable()
+        system, path = self._there()
+        system.pipe_file(path, content)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        """Replace the file, whole or not at all."""
+        self.write_bytes(text.encode(encoding))
+
+    def upload(self, file: Path) -> None:
+        """Replace the file by one of this machine, whole or not at all."""
+        self.check_writable()
+        system, path = self._there()
+        system.put_file(str(file), path)
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Make the folder, where the storage has folders."""
+        self.check_writable()
+        system, path = self._there()
+        system.makedirs(path, exist_ok=exist_ok)
+
+    def beside(self, pattern: str) -> list[UrlPath]:
+        """Files in this folder whose names fit a pattern, in order."""
+        system, path = self._there()
+        return [self / found.rpartition("/")[2] for found in sorted(system.glob(f"{path}/{pattern}"))]
+
+    def unlink(self) -> None:
+        """Remove the file."""
+        system, path = self._there()
+        system.rm_file(path)
+
+
+AnyPath = Path | UrlPath
+
+
+def place(text: str | Path | UrlPath) -> AnyPath:
+    """A path as it stands, or what a URL names; file:// URLs are paths of this machine."""
+    if isinstance(text, UrlPath):
+        return text
+    scheme, colon, rest = str(text).partition("://")
+    if not colon or not scheme.isalnum() or isinstance(text, Path):
+        return Path(text)
+    if scheme == "file":
+        return Path(unquote(rest))
+    return UrlPath(text)

@@ -38,9 +38,9 @@ MAY_IMPORT = {
     "pagedjax.engine.times": set(),
     "pagedjax.engine.interrupts": set(),
     "pagedjax.sim": HOST | {"pagedjax.sim", "pagedjax.paths", "numpy"},
-    "pagedjax.sim.trace.rows": {"pagedjax.sim.records", "pyarrow"},
+    "pagedjax.sim.trace.rows": {"pagedjax.sim.records", "pagedjax.paths", "pyarrow"},
     "pagedjax.sim.fleet.file": HOST | {"pagedjax.sim", "pagedjax.models.family_configs", "pagedjax.paths"},
-    "pagedjax.paths": {"platformdirs"},
+    "pagedjax.paths": {"platformdirs", "fsspec"},
     "pagedjax.lab": {"pagedjax.lab", "pagedjax.paths"},
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
     "pagedjax.lab.cluster": {"pagedjax.lab", "pagedjax.paths", "distributed"},

@@ -1,8 +1,14 @@
-"""The cache folder: where the user's system says that caches go."""
+"""Where things are: the cache folder where the system puts caches; files behind URLs as those of this machine."""
 
+import subprocess
+import sys
 from pathlib import Path
 
-from pagedjax.paths import user_cache_dir
+import pytest
+
+from pagedjax.cli import main
+from pagedjax.lab import ResultFile
+from pagedjax.paths import UrlPath, place, user_cache_dir
 
 
 def test_the_cache_folder_follows_the_users_setting(monkeypatch, tmp_path):
@@ -12,3 +18,111 @@ def test_the_cache_folder_follows_the_users_setting(monkeypatch, tmp_path):
     if (Path("/proc")).exists():  # Linux
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
         assert user_cache_dir() == tmp_path / "elsewhere" / "pagedjax"
+
+
+@pytest.fixture
+def memory():
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+def test_a_place_is_a_path_or_a_url(memory):
+    assert place("a/b") == Path("a/b") and place(Path("a/b")) == Path("a/b")
+    assert place("file:///tmp/a%20b") == Path("/tmp/a b")
+    url = place("memory://box/one.jsonl.gz/")
+    assert isinstance(url, UrlPath) and str(url) == "memory://box/one.jsonl.gz" and place(url) is url
+    assert (url.name, url.stem, url.suffix, url.suffixes) == (
+        "one.jsonl.gz",
+        "one.jsonl",
+        ".gz",
+        [".jsonl", ".gz"],
+    )
+    assert url.parent == UrlPath("memory://box") and url.with_name("two") == url.parent / "two"
+    assert UrlPath("memory://top").with_name("other") == UrlPath("memory://other")
+    assert not url.exists() and not url.is_file()
+    url.write_text("é")
+    assert url.read_bytes() == "é".encode() and url.read_text() == "é" and url.is_file()
+    assert url.parent.beside("one*") == [url] and url.parent.exists() and not url.parent.is_file()
+    url.unlink()
+    with pytest.raises(FileNotFoundError, match="memory://box/one"):
+        url.open()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nothing://x/y", "give a path, or a URL that fsspec knows"),
+        (
+            "http://127.0.0.1:1/x",
+            "http does not replace a file whole or not at all; give a folder, or one of memory",
+        ),
+        ("ftp://127.0.0.1:1/x", "ftp does not replace a file whole or not at all"),
+    ],
+)
+def test_what_cannot_be_written_whole_is_refused_by_name(url, message):
+    with pytest.raises(ValueError, match=message):
+        UrlPath(url).exists() if url.startswith("nothing") else UrlPath(url).write_text("x")
+
+
+def test_a_plain_path_never_imports_fsspec(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"token_ids": [1, 2], "num_output": 1, "arrival_s": 0}\n')
+    code = (
+        "import sys; from pagedjax.cli import main; "
+        f"assert main(['trace', 'info', {str(tmp_path / 't.jsonl')!r}]) == 0; "
+        "sys.exit('fsspec' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_behind_a_url_resume_and_are_not_taken_for_another_runs(memory):
+    header = {"experiment": "e", "data": {}, "seed": 0}
+    file = ResultFile(place("memory://results/e.jsonl"))
+    assert file.read() == (None, {})
+    file.start(header, {})
+    file.append(1, [{"a": 1}])
+    file.append(0, [{"a": 0}])
+    assert ResultFile(place("memory://results/e.jsonl")).read() == (header, {0: [{"a": 0}], 1: [{"a": 1}]})
+    left = dict(
+        memory.store
+    )  # a run that is killed between writing the whole and removing the parts leaves these
+    file.start({**header, "seed": 1}, {})
+    memory.store.update({name: content for name, content in left.items() if not name.endswith("e.jsonl")})
+    assert len(memory.store) == 3
+    assert file.read() == ({**header, "seed": 1}, {})
+    file.start(header, {0: [{"a": 0}]})
+    assert list(memory.store) == ["/results/e.jsonl"]
+    assert file.read() == (header, {0: [{"a": 0}]})
+
+
+def test_results_and_traces_behind_urls(memory, tmp_path, capsys):
+    trace, out = "memory://box/t.jsonl.xz", "memory://box/results"
+    assert main(["trace", "make", "chat", trace, "--set", "num_sessions=3", "--quiet"]) == 0
+    arguments = ["--grid", "cache.num_blocks=64,128", "--set", "block_size=8", "--jobs", "1", "--quiet"]
+    assert main(["sweep", trace, *arguments, "--out", out]) == 0
+    there = capsys.readouterr().out
+    (tmp_path / "t.jsonl.xz").write_bytes(place(trace).read_bytes())
+    assert (
+        main(["sweep", f"file://{tmp_path}/t.jsonl.xz", *arguments, "--out", str(tmp_path / "results")]) == 0
+    )
+    assert capsys.readouterr().out == there.removeprefix(there[: there.index("|")])
+    for name in ("sweep.csv", "sweep-means.csv"):
+        here = (tmp_path / "results" / name).read_text().replace(f"{tmp_path}/", "memory://box/")
+        assert place(f"{out}/{name}").read_text() == here
+    for command in (["trace", "info"], ["curve"], ["simulate"], ["fleet"]):
+        assert main([*command, trace]) == 0, capsys.readouterr().err
+    assert main(["experiment", "run", "hot-prefix", "--smoke", "--jobs", "1", "--out", out]) == 0
+    assert {f"hot-prefix.{kind}" for kind in ("jsonl", "md", "csv", "png", "svg")} <= {
+        path.name for path in place(out).beside("hot-prefix*")
+    }
+    assert main(["experiment", "report", "--results", out]) == 0
+    assert "## hot-prefix" in place(f"{out}/README.md").read_text()
+    capsys.readouterr()
+    assert main(["sweep", "memory://box/none.jsonl", "--out", out]) == 2
+    assert "memory://box/none.jsonl: no such file" in capsys.readouterr().err
+    assert main(["sweep", trace, "--out", "http://127.0.0.1:1/results"]) == 2
+    assert "http does not replace a file whole" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +22,7 @@ from pagedjax.cli.trace_options import (
     requests_bar,
     trace_options,
 )
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.advice import Advice
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 @trace_options
 @QUIET
 def command(
-    file: Path,
+    file: AnyPath,
     sizes: tuple[int, ...],
     capacity: int | None,
     policies: tuple[str, ...],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
 from pagedjax.cli.trace_options import FILE
+from pagedjax.paths import AnyPath
 
 _COUNT = click.IntRange(min=1)
 # One request at a time and a host to swap it to; what was dropped must not come back from the prefix cache.
@@ -156,7 +156,7 @@ def kernels(common: Common, rounds: int) -> None:
 @common_options(settings=(), cache_dir=False)
 def fleet(
     common: Common,
-    file: Path,
+    file: AnyPath,
     config: str | None,
     routers: tuple[str, ...],
     minutes: float,

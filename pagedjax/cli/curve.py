@@ -12,6 +12,7 @@ import click
 
 from pagedjax.cli.trace import load_announced
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, requests_bar, trace_options
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Trace
@@ -62,7 +63,7 @@ _SHARES = (0.01, 0.05, *(k / 10 for k in range(1, 10)), 0.95, 0.99, 1.0)
 @trace_options
 @QUIET
 def command(
-    file: Path,
+    file: AnyPath,
     sizes: tuple[int, ...],
     capacities: tuple[int, ...],
     policies: tuple[str, ...],

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+from pagedjax.cli.options import Place
+from pagedjax.paths import AnyPath
+
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
@@ -53,8 +56,8 @@ def _shown(value: object) -> str:
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the results.  [default: ./results, smoke: ./results/smoke]",
+    type=Place(folder=True),
+    help="Folder of the results, or its URL (s3://…).  [default: ./results, smoke: ./results/smoke]",
 )
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
 @click.option(
@@ -74,7 +77,7 @@ def run(
     smoke: bool,
     seed: int,
     seeds: int | None,
-    out: Path | None,
+    out: AnyPath | None,
     resume: bool,
     jobs: int | None,
     on: str | None,
@@ -145,17 +148,15 @@ def run(
 @command.command("report")
 @click.option(
     "--results",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path("results"),
+    type=Place(exists=True, folder=True),
+    default="results",
     show_default=True,
 )
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="[default: README.md among the results]"
-)
+@click.option("--out", type=Place(), help="[default: README.md among the results]")
 @click.option(
     "--plots", is_flag=True, help="Draw every plot anew as well, and FIGURES.md, the page of all of them."
 )
-def report(results: Path, out: Path | None, plots: bool) -> None:
+def report(results: AnyPath, out: AnyPath | None, plots: bool) -> None:
     """Write one page of all results that are there: claims, verdicts, definitions, commands. Nothing is run."""
     from pagedjax import lab
 

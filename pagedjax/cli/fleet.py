@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import emit_json
+from pagedjax.cli.options import Place, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.report.fleet import FleetRecorder
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 @click.option("--head", type=AT_LEAST_1, help="The first so many requests of the trace.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the router's chance.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting; repeatable.")
-@click.option(
-    "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request here."
-)
+@click.option("--records", type=Place(), help="Write one JSON line per request here.")
 @click.option(
     "--record",
     "record_file",
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 @trace_options
 @QUIET
 def command(
-    file: Path,
+    file: AnyPath,
     config: str | None,
     router: str | None,
     instances: int | None,
@@ -56,7 +55,7 @@ def command(
     head: int | None,
     seed: int | None,
     settings: tuple[str, ...],
-    records: Path | None,
+    records: AnyPath | None,
     record_file: Path | None,
     as_json: bool,
     open_file: Opener,
@@ -108,7 +107,7 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _write(path: Path, result: FleetResult) -> None:
+def _write(path: AnyPath, result: FleetResult) -> None:
     with path.open("w", encoding="utf-8") as file:
         for record in result.records:
             row = {

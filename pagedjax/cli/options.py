@@ -14,12 +14,43 @@ import click
 from click.core import ParameterSource
 
 from pagedjax.config import Config, full_key, load_config
-from pagedjax.paths import shipped_file
+from pagedjax.paths import AnyPath, UrlPath, place, shipped_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pagedjax.llm import LLM
+
+
+class Place(click.ParamType):
+    """A path of this machine, or a URL that fsspec knows; as `click.Path` otherwise.
+
+    Args:
+        exists: It must be there.
+        folder: It is a folder, else a file.
+    """
+
+    name = "path"
+
+    def __init__(self, *, exists: bool = False, folder: bool = False) -> None:
+        self._exists, self._folder = exists, folder
+        self._path = click.Path(exists=exists, dir_okay=folder, file_okay=not folder, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
+        if not isinstance(value, str):
+            return value if isinstance(value, UrlPath) else Path(value)
+        try:
+            found = place(value)
+            if isinstance(found, Path):
+                local: Path = self._path.convert(str(found), param, ctx)
+                return local
+            if self._exists and not (found.exists() if self._folder else found.is_file()):
+                self.fail(f"{value}: no such {'folder' if self._folder else 'file'}", param, ctx)
+            if not self._exists:
+                found.check_writable()
+        except (ValueError, ModuleNotFoundError) as error:
+            self.fail(str(error), param, ctx)
+        return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.options import Place
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Trace
@@ -20,7 +22,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--run", "runs", type=_FILE, multiple=True, help="A record (generate --record, …); repeatable.")
 @click.option("--instance", "instances", multiple=True, help="Of a fleet's record: one to show step by step.")
-@click.option("--trace", "traces", type=_FILE, multiple=True, help="Curves and check-up of it; repeatable.")
+@click.option(
+    "--trace", "traces", type=Place(exists=True), multiple=True, help="Its curves and check-up; repeatable."
+)
 @click.option(
     "--policy",
     "policies",
@@ -36,7 +40,7 @@ def command(
     out: Path,
     runs: tuple[Path, ...],
     instances: tuple[str, ...],
-    traces: tuple[Path, ...],
+    traces: tuple[AnyPath, ...],
     policies: tuple[str, ...],
     block_size: int | None,
     text: bool,
@@ -71,7 +75,7 @@ def command(
 
 
 def _curve(
-    trace: Trace, path: Path, policies: tuple[str, ...], block_size: int | None, quiet: bool
+    trace: Trace, path: AnyPath, policies: tuple[str, ...], block_size: int | None, quiet: bool
 ) -> dict[str, Any]:
     from pagedjax.report.traces import curve_facts
 
@@ -90,7 +94,7 @@ def _curve(
     return facts
 
 
-def _checkup(trace: Trace, path: Path, open_file: Opener, text: bool, quiet: bool) -> dict[str, Any]:
+def _checkup(trace: Trace, path: AnyPath, open_file: Opener, text: bool, quiet: bool) -> dict[str, Any]:
     from pagedjax.report.traces import checkup_facts
 
     return checkup_facts(

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, Place, common_options, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, Opener, requests_bar, trace_options
 from pagedjax.config import CacheConfig, SchedulerConfig
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.fleet.settings import InstanceSpec
@@ -116,7 +117,7 @@ _AGAINST = {
     help="Write what is printed to a file, too, as JSON.",
 )
 @click.option(
-    "--records", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per request."
+    "--records", type=Place(), help="Write one JSON line per request."
 )
 @click.option(
     "--record",
@@ -132,7 +133,7 @@ _AGAINST = {
 def command(
     ctx: click.Context,
     common: Common,
-    file: Path,
+    file: AnyPath,
     open_file: Opener,
     rate: float | None,
     burst: int,
@@ -144,7 +145,7 @@ def command(
     find_rate: bool,
     share: float,
     out: Path | None,
-    records: Path | None,
+    records: AnyPath | None,
     record_file: Path | None,
     **options: Any,
 ) -> None:
@@ -175,7 +176,7 @@ def command(
         (_show_rate if find_rate else _show)(found)
 
 
-def _refuse_idle(ctx: click.Context, common: Common, file: Path) -> None:
+def _refuse_idle(ctx: click.Context, common: Common, file: AnyPath) -> None:
     """Refuse options that were typed and have no effect, and an output that is the trace."""
     typed = {
         p.name: p.opts[0]
@@ -247,7 +248,7 @@ def _run(
     options: dict[str, Any],
     ttft: float,
     tpot: float,
-    records: Path | None,
+    records: AnyPath | None,
     record_file: Path | None,
 ) -> dict[str, Any]:
     """One simulation, as plain data."""
@@ -288,7 +289,7 @@ def _run(
 
 
 @contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[RequestRecord], None]]:
+def _lines(path: AnyPath | None) -> Iterator[Callable[[RequestRecord], None]]:
     """A function that writes one record as a JSON line; nothing where there is no file."""
     if path is None:
         yield lambda record: None

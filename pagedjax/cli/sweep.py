@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from pagedjax.cli.options import emit_json
+from pagedjax.cli.options import Place, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, trace_options
+from pagedjax.paths import AnyPath, place
 
 _TABLES = ("sweep", "grid", "set", "promise")
 
@@ -23,15 +24,13 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
     from pagedjax.sim.trial import run_trial
 
     columns = tuple(options["columns"])
-    trace = Opener(**{**options, "columns": columns, "quiet": True})(Path(point["trace"]))
+    trace = Opener(**{**options, "columns": columns, "quiet": True})(place(point["trace"]))
     settings = {name: value for name, value in point.items() if name not in ("trace", "seed")}
     return run_trial(trace, settings, point["seed"], measure)
 
 
 @click.command("sweep")
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+@click.argument("files", nargs=-1, required=True, type=Place(exists=True))
 @click.option(
     "--grid", "grids", multiple=True, metavar="KEY=V1,V2,…", help="Values of one setting; repeatable."
 )
@@ -43,7 +42,11 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
 )
 @click.option("--measure", help="simulate (the engine on a virtual clock) or replay.  [default: simulate]")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("results"), show_default=True
+    "--out",
+    type=Place(folder=True),
+    default="results",
+    show_default=True,
+    help="Folder of the rows, or its URL (s3://…).",
 )
 @click.option("--name", help="Of the files in it.  [default: the TOML file's, or sweep]")
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
@@ -57,12 +60,12 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
 @trace_options
 @QUIET
 def command(
-    files: tuple[Path, ...],
+    files: tuple[AnyPath, ...],
     grids: tuple[str, ...],
     settings: tuple[str, ...],
     seeds: int | None,
     measure: str | None,
-    out: Path,
+    out: AnyPath,
     name: str | None,
     resume: bool,
     jobs: int | None,
@@ -139,8 +142,8 @@ def _axis(sweep: Any, column: str | None) -> Any:
 
 
 def _sweep(
-    plan: Path | None,
-    traces: list[Path],
+    plan: AnyPath | None,
+    traces: list[AnyPath],
     grids: tuple[str, ...],
     settings: tuple[str, ...],
     seeds: int | None,
@@ -149,7 +152,6 @@ def _sweep(
     name: str | None,
 ) -> Any:
     """The product that file and options ask for, every point checked."""
-    from pagedjax.lab.provenance import fingerprint
     from pagedjax.lab.sweep import Sweep
     from pagedjax.sim.trial import MEASURES, read_settings, resolve
 
@@ -197,14 +199,23 @@ def _sweep(
         axes,
         work,
         (options, chosen),
-        {str(path): fingerprint(path) for path in traces},
+        _content(axes, open_file.tokenizer),
     )
     for point in sweep.points:
         read_settings({k: v for k, v in point.items() if k not in ("trace", "seed")})
     return sweep
 
 
-def _tables(plan: Path | None) -> dict[str, dict[str, Any]]:
+def _content(axes: dict[str, list[Any]], tokenizer: str) -> dict[str, str]:
+    """sha256 of every file that points read: traces, and a tokenizer, hardware and shapes where they are files."""
+    from pagedjax.lab.provenance import fingerprint
+
+    named = [tokenizer, *axes.get("hardware", []), *axes.get("shape", [])]
+    names = [*axes["trace"], *(name for name in named if Path(str(name)).is_file())]
+    return {name: fingerprint(place(name)) for name in names}
+
+
+def _tables(plan: AnyPath | None) -> dict[str, dict[str, Any]]:
     """The tables of a sweep file, [promise] put under [set]; nested keys joined by dots."""
     tables: dict[str, dict[str, Any]] = {name: {} for name in _TABLES}
     if plan is not None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.options import Place
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -22,6 +24,7 @@ from pagedjax.cli.trace_options import (
     requests_bar,
     trace_options,
 )
+from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.references import References
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from pagedjax.sim.trace import Trace
 
 
-def write_whole(path: Path, write: Callable[[Path], int], told: Any = None) -> None:
+def write_whole(path: AnyPath, write: Callable[[Path], int], told: Any = None) -> None:
     """Write a trace file completely or not at all: what stands at `path` goes only once the new one is whole.
 
     How many requests it holds is said on stdout, or where `told` leads.
@@ -39,6 +42,14 @@ def write_whole(path: Path, write: Callable[[Path], int], told: Any = None) -> N
         raise click.UsageError(
             f"{path}: would hold JSON lines, and be read as {kind}; name it {path.stem}.jsonl"
         )
+    if not isinstance(path, Path):
+        with TemporaryDirectory() as folder:
+            made = Path(folder) / path.name
+            if not (count := write(made)):
+                raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
+            path.upload(made)
+        print(f"{count:,} requests in {path}", file=told)
+        return
     device = path.exists() and not path.is_file()  # /dev/stdout, a pipe
     target = path if device else path.resolve()
     part = (
@@ -84,7 +95,7 @@ def command() -> None:
 @trace_options
 @QUIET
 def info(
-    file: Path,
+    file: AnyPath,
     block_size: int | None,
     capacity: int,
     insert: Any,
@@ -227,7 +238,7 @@ def _expected(trace: Trace, size: int) -> int:
     """Block references of a plain file, about: by its size and its first requests; 0 where that says nothing."""
     from pagedjax.sim.records import OPENERS, lines
 
-    if trace.path is None or trace.spec or trace.path.suffix.lower() in (*OPENERS, ".parquet"):
+    if not isinstance(trace.path, Path) or trace.spec or trace.path.suffix.lower() in (*OPENERS, ".parquet"):
         return 0
     with trace.path.open("rb") as file:
         array = file.read(100).lstrip().startswith(b"[")  # whose lines are no rows
@@ -240,7 +251,7 @@ def _expected(trace: Trace, size: int) -> int:
 
 @command.command("make")
 @click.argument("kind")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=Place())
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the generator; repeatable."
 )
@@ -251,7 +262,7 @@ def _expected(trace: Trace, size: int) -> int:
 @click.option("--seed", type=AT_LEAST_0, default=0, show_default=True)
 @QUIET
 def make(
-    kind: str, out: Path, settings: tuple[str, ...], rate: float, burst: int, seed: int, quiet: bool
+    kind: str, out: AnyPath, settings: tuple[str, ...], rate: float, burst: int, seed: int, quiet: bool
 ) -> None:
     """Generate a token-id trace.
 
@@ -284,7 +295,7 @@ def make(
 
 @command.command("convert")
 @FILE
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=Place())
 @click.option(
     "--anonymise",
     type=click.Choice(["mooncake", "bailian"]),
@@ -296,8 +307,8 @@ def make(
 @trace_options
 @QUIET
 def convert(
-    file: Path,
-    out: Path,
+    file: AnyPath,
+    out: AnyPath,
     anonymise: str | None,
     salt: str | None,
     open_file: Opener,

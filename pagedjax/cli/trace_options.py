@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.paths import AnyPath
+
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Chat, Encode, Trace
 
@@ -64,7 +66,7 @@ def _text_of_bytes(ids: Iterable[int]) -> str:
     return bytes(held).decode(errors="replace") if all(i < 256 for i in held) else str(held)
 
 
-def _from_json(path: Path) -> Texts:
+def _from_json(path: AnyPath) -> Texts:
     from tokenizers import Tokenizer
 
     try:
@@ -164,7 +166,7 @@ class Opener:
         """What the trace's tokens are: of files of text the tokenizer's, else the file's own."""
         return self.unit if trace.format in _TEXT_FORMATS else "tokens"
 
-    def __call__(self, path: Path) -> Trace:
+    def __call__(self, path: AnyPath) -> Trace:
         """The trace at `path`, or the part of it that was asked for; its notes go to stderr.
 
         Raises:

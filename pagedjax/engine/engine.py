@@ -121,7 +121,7 @@ class Engine:
             chain: The prompt's, where the caller has hashed it already; the request's own from here on.
 
         Raises:
-            ValueError: The request can never run, its id is taken, or the chain is not the prompt's. Nothing was queued.
+            ValueError: The request can never run, its id is taken, or the chain is another's. Nothing was queued.
         """
         added: list[str] = []
         if chain is not None:
@@ -130,7 +130,9 @@ class Engine:
             )
         try:
             with HeldInterrupts() as interrupts, self._books.held(interrupts):
-                self._add(added, prompt_token_ids, sampling, request_id, extra, priority, self._clock(), chain)
+                self._add(
+                    added, prompt_token_ids, sampling, request_id, extra, priority, self._clock(), chain
+                )
         except KeyboardInterrupt:  # the caller never learns the id
             for name in added:
                 self.abort(name)
@@ -161,7 +163,9 @@ class Engine:
             raise ValueError(f"request_id={request_id!r}: is in use by a live request; choose another")
         if chain is None:
             tokens = np.asarray(prompt_token_ids)
-            chain = TokenChain(tokens, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra)
+            chain = TokenChain(
+                tokens, block_size=self.manager.block_size, hash=self._hash_scheme, extra=extra
+            )
         prompt = tuple(chain.tokens)
         seed = sampling.seed
         if seed is None:

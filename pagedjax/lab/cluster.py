@@ -16,7 +16,7 @@ from pagedjax.lab import catalog, provenance
 from pagedjax.lab.claims import TableRow
 from pagedjax.lab.experiment import Unit
 from pagedjax.lab.workers import local
-from pagedjax.paths import user_cache_dir
+from pagedjax.paths import AnyPath, place, user_cache_dir
 
 _RETRIES = 3  # a unit whose worker was lost is begun again so often
 
@@ -72,7 +72,7 @@ class Cluster(Executor):
                 f"--on {name}: needs dask's distributed; pip install 'pagedjax[cluster]'"
             ) from None
         self._name = name
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, AnyPath] = {}
         self._sent: dict[str, Any] = {}
         self._tasks: dict[Future[Any], Any] = {}
         self._lock = Lock()
@@ -83,7 +83,7 @@ class Cluster(Executor):
                 f"--on {name}: no scheduler answers there; start one with `dask scheduler`"
             ) from None
 
-    def offer(self, files: Mapping[str, Path]) -> None:
+    def offer(self, files: Mapping[str, AnyPath]) -> None:
         """Files that units may ask for: name → where it lies here."""
         self._files |= files
 
@@ -181,8 +181,13 @@ def _store() -> Path:
     return user_cache_dir() / "experiment-data"
 
 
+def _kept(name: str, content: str) -> Path:
+    """Where a file that was sent along lies, by its content; the last part of its name says how it is read."""
+    return _store() / content / Path(name).name
+
+
 def _keep(name: str, content: bytes) -> None:
-    _write(_store() / hashlib.sha256(content).hexdigest() / name, content)
+    _write(_kept(name, hashlib.sha256(content).hexdigest()), content)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -224,7 +229,7 @@ def place_of(data: Path, needs: Mapping[str, str]) -> Path:
         return data
     sources: dict[str, Path] = {}
     for name, content in needs.items():
-        for path in (data / name, _store() / content / name):
+        for path in (data / name, _kept(name, content)):
             if _is(path, content):
                 sources[name] = path
     if missing := tuple(name for name in needs if name not in sources):
@@ -234,6 +239,79 @@ def place_of(data: Path, needs: Mapping[str, str]) -> Path:
         if not _is(folder / name, content):
             _write(folder / name, sources[name].read_bytes())
     return folder
+
+
+@lru_cache(maxsize=64)
+def _package() -> TableRow:
+    return provenance.package_sources()
+
+
+@lru_cache(maxsize=64)
+def _behind(url: str) -> str:
+    """sha256 of what this process finds behind a URL, read once."""
+    return provenance.fingerprint(place(url))
+
+
+def file_of(name: str, content: str) -> str:
+    """A path under which a file with that content lies here, or its URL.
+
+    Raises:
+        LacksData: It is not here.
+        ValueError: The URL has another content here than where it was asked for.
+    """
+    path = place(name)
+    if not isinstance(path, Path):
+        if _behind(name) != content:
+            raise ValueError(f"{name}: a worker finds another content there; give all of them the same file")
+        return name
+    for known in (path, _kept(name, content)):
+        if _is(known, content):
+            return str(known)
+    raise LacksData((name,))
+
+
+def point_there(
+    work: Callable[..., TableRow],
+    needs: Mapping[str, str],
+    wanted: TableRow,
+    point: Unit,
+    *more: Any,
+) -> TableRow:
+    """One point of a sweep on a worker: under the same sources, with the same files wherever they lie here.
+
+    Args:
+        work: As of `Sweep`.
+        needs: Path or URL → sha256.
+        wanted: Digests of the package and of `configs/` there.
+        point / more: Arguments of `work`.
+
+    Raises:
+        LacksData: Some of the files are not here.
+        ValueError: The worker's pagedjax is another one.
+    """
+    if _package() != wanted:
+        differs = ", ".join(key for key in wanted if _package().get(key) != wanted[key])
+        raise ValueError(
+            f"sweep: a worker has another {differs} than this machine; install the same pagedjax on all of them"
+        )
+    lacking = []
+    found = {}
+    used = [v for table in (point, *more) if isinstance(table, Mapping) for v in table.values()]
+    for name in needs:
+        if name in used:
+            try:
+                found[name] = file_of(name, needs[name])
+            except LacksData:
+                lacking.append(name)
+    if lacking:
+        raise LacksData(tuple(lacking))
+
+    def here(table: Any) -> Any:
+        if not isinstance(table, Mapping):
+            return table
+        return {k: found.get(v, v) if isinstance(v, str) else v for k, v in table.items()}
+
+    return work(here(point), *map(here, more))
 
 
 def work_there(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from pagedjax.lab.claims import TableRow
 from pagedjax.lab.tables import is_number
+from pagedjax.paths import AnyPath
 
 FORMS = (".png", ".svg", ".pdf")
 
@@ -25,7 +27,7 @@ def import_matplotlib() -> None:
     matplotlib.use("Agg")
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: AnyPath) -> None:
     """Refuse a plot that could not be written, before the work that it would show.
 
     Raises:
@@ -34,14 +36,14 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix not in FORMS:
         raise ValueError(f"plot {path}: must end in {', '.join(FORMS)}; try {path.stem}.png")
-    if not path.parent.is_dir():
+    if isinstance(path, Path) and not path.parent.is_dir():
         raise ValueError(f"plot {path}: no such folder as {path.parent}; make it first")
     import_matplotlib()
 
 
 def small_multiples(
     table: Sequence[TableRow],
-    path: Path,
+    path: AnyPath,
     *,
     x: str,
     y: str,
@@ -49,7 +51,7 @@ def small_multiples(
     hue: str = "",
     log: bool = False,
     kind: str = "lines",
-) -> Path:
+) -> AnyPath:
     """A panel for each value of `panel`, in it a line for each of `hue`; intervals where y_low and y_high stand beside.
 
     Args:
@@ -86,15 +88,17 @@ def small_multiples(
             axes.set_title(f"{panel} = {value}" if panel else "", fontsize=9)
         for empty in range(len(panels), wide * high):
             grid[empty // wide][empty % wide].axis("off")
-        figure.savefig(
-            path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else _undated(path)
-        )
+        save(figure, path, dpi=110)
         plt.close(figure)
     return path
 
 
-def _undated(path: Path) -> dict[str, None]:
-    return {"Date": None} if path.suffix == ".svg" else {"CreationDate": None}
+def save(figure: Any, path: AnyPath, *, dpi: int) -> None:
+    """Write a figure of matplotlib's in the form of the path's suffix, one of `FORMS`, without a date."""
+    undated = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix]
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=dpi, metadata={undated: None})
+    path.write_bytes(drawn.getvalue())
 
 
 def _draw(axes: Any, rows: list[TableRow], x: str, y: str, hue: str, log: bool, kind: str) -> None:

@@ -14,7 +14,7 @@ from pagedjax import __version__
 from pagedjax.lab import catalog
 from pagedjax.lab.claims import TableRow
 from pagedjax.lab.experiment import Experiment, units_of
-from pagedjax.paths import shipped
+from pagedjax.paths import AnyPath, shipped
 
 _ROOT = Path(__file__).resolve().parent.parent
 # Rooms that show results or start programs: no row can depend on them. Everything else counts, a new room too.
@@ -34,8 +34,8 @@ def check_data(experiment: Experiment, data: Path) -> None:
         raise MissingData(f"{experiment.name}: needs {', '.join(missing)} under {data}; give --data-dir")
 
 
-def fingerprint(path: Path) -> str:
-    """sha256 of a file as it lies on disk."""
+def fingerprint(path: AnyPath) -> str:
+    """sha256 of a file as it lies on disk, or behind its URL."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

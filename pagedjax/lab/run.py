@@ -14,6 +14,7 @@ from pagedjax.lab.experiment import Unit, units_of
 from pagedjax.lab.provenance import MissingData, check_data, provenance
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.workers import finished, local
+from pagedjax.paths import AnyPath
 
 
 def work(name: str, unit: Unit, data: str, said_of: Sequence[str]) -> list[TableRow]:
@@ -36,7 +37,7 @@ def work(name: str, unit: Unit, data: str, said_of: Sequence[str]) -> list[Table
 
 def run_all(
     chosen: Sequence[str],
-    out: Path,
+    out: AnyPath,
     *,
     smoke: bool = False,
     seed: int = 0,
@@ -53,7 +54,7 @@ def run_all(
 
     Args:
         chosen: Names.
-        out: Folder of the result files.
+        out: Folder of the result files, here or behind a URL.
         smoke: The small version.
         seed: Root of all random draws.
         settings: Name → value of fields of their units, as `units_of` takes them.

@@ -10,15 +10,16 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from pagedjax.lab.claims import Estimate, TableRow
+from pagedjax.lab.cluster import Cluster, point_there
 from pagedjax.lab.experiment import Unit
 from pagedjax.lab.provenance import digest, package_sources
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.tables import comma_separated, is_number
 from pagedjax.lab.workers import finished, local
+from pagedjax.paths import AnyPath, place
 from pagedjax.sim import show
 
 
@@ -31,7 +32,7 @@ class Sweep:
         axes: Name → values, in the order of the table; the last moves fastest.
         work: `(point, *more)` → the columns it yields; importable, and pure: same point, same columns.
         more: Further plain arguments of `work`, the same for all points.
-        data: Name → sha256 of what it reads.
+        data: Path or URL of each file that it reads → sha256; a point, or an option in `more`, names it by just that.
     """
 
     name: str
@@ -100,7 +101,7 @@ SHOWN = (
 
 def run_sweep(
     sweep: Sweep,
-    out: Path,
+    out: AnyPath,
     *,
     resume: bool = False,
     jobs: int = 1,
@@ -112,7 +113,7 @@ def run_sweep(
 
     Args:
         sweep: What is asked.
-        out: Folder of `NAME.jsonl`, which a killed run is resumed from.
+        out: Folder, here or behind a URL, of `NAME.jsonl`, which a killed run is resumed from.
         resume: Keep what an earlier run with the same points, data and sources finished.
         jobs: Processes; 1 works in this one.
         executor: Who does the points, in place of `jobs`: anything with the interface of `concurrent.futures`.
@@ -145,7 +146,12 @@ def run_sweep(
     file.start(header, done)
     for _ in done:
         advance(1)
-    todo = [(i, sweep.work, (point, *sweep.more)) for i, point in enumerate(points) if i not in done]
+    call: Callable[..., TableRow] = sweep.work
+    before: tuple[Any, ...] = ()
+    if isinstance(executor, Cluster):
+        executor.offer({name: place(name) for name in sweep.data})
+        call, before = point_there, (sweep.work, header["data"], header["sources"])
+    todo = [(i, call, (*before, point, *sweep.more)) for i, point in enumerate(points) if i not in done]
     with local(jobs if len(todo) > 1 else 1) if executor is None else nullcontext(executor) as workers:
         for number, columns in finished(workers, todo):
             done[number] = [{**points[number], **columns}]
@@ -186,9 +192,9 @@ def over_seeds(rows: Sequence[TableRow], keys: Sequence[str]) -> list[TableRow]:
     return table
 
 
-def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: Path) -> list[Path]:
+def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: AnyPath) -> list[AnyPath]:
     """The tidy table and that of means as CSV; as parquet, too, where pyarrow is there."""
-    paths = []
+    paths: list[AnyPath] = []
     for stem, table in ((name, list(rows)), (f"{name}-means", over_seeds(rows, keys))):
         paths.append(out / f"{stem}.csv")
         paths[-1].write_text(comma_separated(table), encoding="utf-8")
@@ -199,7 +205,9 @@ def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: P
             continue
         paths.append(out / f"{stem}.parquet")
         columns = list(dict.fromkeys(column for row in table for column in row))
-        parquet.write_table(pa.table({c: _column([row.get(c) for row in table]) for c in columns}), paths[-1])
+        written = pa.BufferOutputStream()
+        parquet.write_table(pa.table({c: _column([row.get(c) for row in table]) for c in columns}), written)
+        paths[-1].write_bytes(written.getvalue().to_pybytes())
     return paths
 
 

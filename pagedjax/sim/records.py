@@ -7,11 +7,15 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+
+from pagedjax.paths import AnyPath
 
 _MOST = 1e300  # leaves out nan, inf and what no float holds
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -36,13 +40,13 @@ class TraceError(ValueError):
     """A trace file breaks a rule; the message holds file, line, what was got and the rule."""
 
 
-def fail(path: Path, line: int, got: str, rule: str) -> NoReturn:
+def fail(path: AnyPath, line: int, got: str, rule: str) -> NoReturn:
     """Raise TraceError: file, line, what was got and the rule it breaks."""
     message = " ".join(f"{got}: {rule}".split())  # what was got may hold line breaks
     raise TraceError(f"{path}:{line}: {message}")
 
 
-def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[int, str]]:
+def lines(path: AnyPath, *, most: int = -1, blank: bool = False) -> Iterator[tuple[int, str]]:
     """Numbered lines of a plain, .gz or .xz file.
 
     Args:
@@ -57,7 +61,12 @@ def lines(path: Path, *, most: int = -1, blank: bool = False) -> Iterator[tuple[
     opener = OPENERS.get(path.suffix.lower(), open)
     number = 0
     seen, begins = False, True
-    with opener(path, "rt", encoding="utf-8-sig") as file:
+    with ExitStack() as stack:
+        if isinstance(path, Path):
+            file = stack.enter_context(opener(path, "rt", encoding="utf-8-sig"))
+        else:  # what `open` has no name for is wrapped as it comes
+            wrap = TextIOWrapper if opener is open else partial(opener, mode="rt")
+            file = stack.enter_context(wrap(stack.enter_context(path.open("rb")), encoding="utf-8-sig"))
         while True:
             try:
                 text = file.readline(most)
@@ -100,7 +109,7 @@ _MAGIC = {
 }
 
 
-def _what_it_is(path: Path) -> str:
+def _what_it_is(path: AnyPath) -> str:
     """What a file is that is no UTF-8 text, by its first bytes."""
     with path.open("rb") as file:
         start = file.read(8)
@@ -108,7 +117,7 @@ def _what_it_is(path: Path) -> str:
     return f"the file {what}" if what else "must be UTF-8 text; convert it first"
 
 
-def parse(path: Path, line: int, text: str, rule: str) -> Any:
+def parse(path: AnyPath, line: int, text: str, rule: str) -> Any:
     """The JSON value of a text that begins at `line`.
 
     Raises:
@@ -124,7 +133,7 @@ def parse(path: Path, line: int, text: str, rule: str) -> Any:
         fail(path, line, "JSON with a number of thousands of digits", rule)
 
 
-def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def records(path: AnyPath) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbered JSON objects, one a line.
 
     Raises:
@@ -140,7 +149,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 class Fields:
     """Typed, checked access to one record's fields."""
 
-    def __init__(self, path: Path, line: int, record: dict[str, Any]) -> None:
+    def __init__(self, path: AnyPath, line: int, record: dict[str, Any]) -> None:
         if not isinstance(record, dict):
             fail(path, line, f"an entry {record!r:.40}", "must be an object")
         self.path, self.line, self.record = path, line, record

@@ -1,5 +1,6 @@
 """`--on`: a dask cluster gives the rows of local processes, loses nothing with a worker, and ends in one line."""
 
+import json
 import os
 import signal
 import threading
@@ -11,8 +12,10 @@ import pytest
 from pagedjax import lab
 from pagedjax.cli import main
 from pagedjax.lab import cluster, provenance
-from pagedjax.lab.cluster import Cluster, LacksData, place_of, work_there, workers_on
+from pagedjax.lab.cluster import Cluster, LacksData, place_of, point_there, work_there, workers_on
 from pagedjax.lab.workers import Here, finished
+from pagedjax.sim.synth import Arrivals, chat
+from pagedjax.sim.trace import write_trace
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +127,68 @@ def test_a_scheduler_that_goes_leaves_what_was_finished() -> None:
         with pytest.raises(ConnectionError, match="the scheduler is gone"):
             next(results)
         assert time.monotonic() - began < 50
+
+
+def test_files_of_a_sweep_are_found_by_content(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(cluster, "user_cache_dir", lambda: tmp_path / "cache")
+    trace, card = tmp_path / "t.jsonl", tmp_path / "card.toml"
+    trace.write_bytes(b"one")
+    card.write_bytes(b"two")
+    needs = {str(path): provenance.fingerprint(path) for path in (trace, card)}
+    point = {"trace": str(trace), "hardware": str(card), "rate": 2.0, "wide": [1]}
+
+    def work(point, options):  # type: ignore[no-untyped-def]
+        return {"point": point, "options": options}
+
+    wanted = provenance.package_sources()
+    assert point_there(work, needs, wanted, point, {"a": 1}) == {"point": point, "options": {"a": 1}}
+    with pytest.raises(ValueError, match="a worker has another configs than this machine"):
+        point_there(work, needs, {**wanted, "configs": "x"}, point, {})
+    trace.write_bytes(b"another file of that name")
+    with pytest.raises(LacksData) as lacks:
+        point_there(work, needs, wanted, point, {})
+    assert lacks.value.names == (str(trace),)
+    cluster._keep(str(trace), b"one")
+    found = point_there(work, needs, wanted, point, {"tokenizer": str(card)})
+    assert Path(found["point"]["trace"]).read_bytes() == b"one" and found["point"]["hardware"] == str(card)
+    assert found["options"] == {"tokenizer": str(card)} and trace.read_bytes() != b"one"
+
+
+def _sweep(capsys, folder: Path, *more: str) -> tuple[int, str, str]:  # type: ignore[no-untyped-def]
+    grid = ["--grid", "cache.block_size=8,16", "--set", "num_blocks=90", "--set", "max_num_seqs=8"]
+    status = main(["sweep", str(folder / "t.jsonl"), *grid, "--json", "--quiet", *more])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_a_sweep_on_a_cluster_is_the_sweep_here(dask_cluster, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    trace = chat(4, turns=2, output_tokens=12, arrivals=Arrivals(4.0))
+    write_trace(tmp_path / "t.jsonl", trace, granularity=1, tail_ids=True)
+    here = _sweep(capsys, tmp_path, "--on", "local:1", "--out", str(tmp_path / "here"))
+    there = _sweep(capsys, tmp_path, "--on", _place(dask_cluster), "--out", str(tmp_path / "there"))
+    assert here[0] == there[0] == 0 and there[1] == here[1] and len(json.loads(here[1])) == 2
+    assert (tmp_path / "here/sweep.jsonl").read_text() == (tmp_path / "there/sweep.jsonl").read_text()
+    # A worker elsewhere has no such file: it is sent there, once.
+    with workers_on(_place(dask_cluster)) as executor:
+        assert isinstance(executor, Cluster)
+        name = f"gone/{tmp_path.name}/t.jsonl"
+        executor.offer({name: tmp_path / "t.jsonl"})
+        needs = {name: provenance.fingerprint(tmp_path / "t.jsonl")}
+        call = (point_there, _size, needs, provenance.package_sources(), {"trace": name})
+        assert executor.submit(*call).result(60) == {"bytes": (tmp_path / "t.jsonl").stat().st_size}
+
+
+_size = eval("lambda point: {'bytes': __import__('os').path.getsize(point['trace'])}")  # travels by value
+
+
+def test_a_sweep_without_its_scheduler_ends_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
+    trace = chat(2, turns=1, output_tokens=4, arrivals=Arrivals(4.0))
+    write_trace(tmp_path / "t.jsonl", trace, granularity=1, tail_ids=True)
+    start = Cluster.__init__
+    monkeypatch.setattr(
+        Cluster, "__init__", lambda self, name, address: start(self, name, address, timeout_s=0.5)
+    )
+    status, out, err = _sweep(capsys, tmp_path, "--on", "dask://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert "--on dask://127.0.0.1:9: no scheduler answers there" in err

@@ -103,7 +103,9 @@ class Gaps:
         """i64[bins] of tokens."""
         if self._seconds:
             tokens = np.repeat(self._tokens, [len(each) for each in self._seconds])
-            logs = np.log(np.maximum(np.concatenate(self._seconds), self._LEAST_S) / self._LEAST_S) / self._LOG
+            logs = (
+                np.log(np.maximum(np.concatenate(self._seconds), self._LEAST_S) / self._LEAST_S) / self._LOG
+            )
             np.add.at(self._counts, np.minimum(logs.astype(np.int64), self._BINS - 1), tokens)
             self._seconds, self._tokens, self._held = [], [], 0
         return self._counts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from pagedjax.paths import AnyPath, place
 from pagedjax.sim.records import fail
 from pagedjax.sim.trace import agentic, identified, lengths, text
 from pagedjax.sim.trace.reading import WISHES, Chat, Encode, Reading, Source, missing
@@ -58,7 +58,7 @@ ROLES = tuple(sorted({role for entry in FORMATS.values() for role in entry.colum
 
 
 def open_trace(
-    path: str | Path,
+    path: str | AnyPath,
     *,
     columns: Mapping[str, str] | None = None,
     time_unit: str = "",
@@ -83,7 +83,7 @@ def open_trace(
     reading = Reading(
         dict(columns or {}), time_unit, granularity, encode, chat, output_tokens, common_prefix, sort
     )
-    path = Path(path)
+    path = place(path)
     rows = rows_of(path)
     line, record = next(rows(), (1, {}))
     if ".csv" in path.suffixes and not record:
@@ -117,7 +117,7 @@ def _holds(source: Source, role: str) -> bool:
     return any(name in source.first[1] for name in source.columns[role])
 
 
-def _header(path: Path) -> list[str]:
+def _header(path: AnyPath) -> list[str]:
     import csv
 
     from pagedjax.sim.records import lines

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from pagedjax.engine.request import SamplingParams
+from pagedjax.paths import AnyPath
 from pagedjax.sim.records import Fields, fail
 from pagedjax.sim.trace.rows import Rows
 
@@ -68,7 +68,7 @@ class Source:
         reading: The options.
     """
 
-    path: Path
+    path: AnyPath
     rows: Callable[[], Rows]
     first: tuple[int, dict[str, Any]]
     columns: Mapping[str, tuple[str, ...]]
@@ -198,7 +198,7 @@ class Times:
         return known or date
 
 
-def missing(source_path: Path, line: int, record: Mapping[str, Any], name: str) -> None:
+def missing(source_path: AnyPath, line: int, record: Mapping[str, Any], name: str) -> None:
     """Refuse a column that was named and is not there.
 
     Raises:

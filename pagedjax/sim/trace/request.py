@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pagedjax.paths import AnyPath
 from pagedjax.sim.records import MOST_COUNT, RATES, in_range
 
 
@@ -63,7 +63,7 @@ class Trace:
     granularity: int
     tail_ids: bool
     source: Callable[[], Iterator[TraceRequest]]
-    path: Path | None = None
+    path: AnyPath | None = None
     spec: str = ""
     timed: bool = True
     notes: tuple[str, ...] = ()

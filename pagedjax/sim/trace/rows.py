@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from pagedjax.paths import AnyPath
 from pagedjax.sim.records import fail, lines, parse, records
 
 Rows = Iterator[tuple[int, dict[str, Any]]]  # line, or number of the element where there are no lines
@@ -18,7 +18,7 @@ _MOST_CELL = 1 << 26  # characters; csv's own limit of 131,072 is below one long
 _FAR = 1000  # characters behind an error that cannot be a cut
 
 
-def rows_of(path: Path) -> Callable[[], Rows]:
+def rows_of(path: AnyPath) -> Callable[[], Rows]:
     """How to open a file's rows, chosen by its name or its first character.
 
     Raises:
@@ -48,7 +48,7 @@ def delimiter_of(header: str) -> str:
     return next((d for d in (",", ";", "\t", "|") if d in header), ",")
 
 
-def _document(path: Path, line: int) -> Rows:
+def _document(path: AnyPath, line: int) -> Rows:
     """One JSON object over many lines."""
     text = "".join(text for _, text in lines(path, blank=True))
     record = parse(path, line, text, "must be one object, or one object a line")
@@ -57,7 +57,7 @@ def _document(path: Path, line: int) -> Rows:
     yield line, record
 
 
-def _elements(path: Path) -> Rows:
+def _elements(path: AnyPath) -> Rows:
     """Objects of a JSON array, one at a time, however it is broken into lines."""
     rule = "must be an array of objects"
     decoder = json.JSONDecoder()
@@ -128,7 +128,7 @@ def _elements(path: Path) -> Rows:
         fail(path, 1, "an empty array", "must hold at least one object")
 
 
-def _table(path: Path, delimiter: str) -> Rows:
+def _table(path: AnyPath, delimiter: str) -> Rows:
     """CSV rows by the header's names; cells may hold line breaks, quotes and whole prompts."""
 
     def texts() -> Iterator[str]:
@@ -162,7 +162,7 @@ def _table(path: Path, delimiter: str) -> Rows:
         yield line, dict(zip(header, cells))
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet(path: AnyPath) -> Rows:
     """Rows of a parquet file, a thousand at a time."""
     try:
         from pyarrow import ArrowException

@@ -253,6 +253,7 @@ class Instance:
         self._cost = cost if isinstance(cost, CostModel) else None
         self._step_s = cost.step_s if isinstance(cost, CostModel) else cost
         self._ahead: np.ndarray | None = None  # ends of the quiet steps found, the first entry is now
+        self._ahead_s: np.ndarray = np.empty(0)  # what each of them takes
         candidates: CandidateSource | None = beams.drawn() if isinstance(beams, Beams) else beams
         runner = SimRunner(
             manager.pool_blocks,
@@ -328,6 +329,7 @@ class Instance:
         now: float,
         *,
         chain: TokenChain | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         """Queue one request; it waits for the end of a step under way at `now`.
 
@@ -337,11 +339,12 @@ class Instance:
             tokens: i32[num_input], the prompt.
             now: When it comes.
             chain: The prompt's, where it is hashed already, to be the request's own.
+            sampling: What `sampling` gave for it, if that was asked before.
 
         Raises:
             ValueError: It can never run here.
         """
-        sampling = self.sampling(request, name)
+        sampling = sampling or self.sampling(request, name)
         self.catch_up(now)
         if not self.engine.has_work:
             self.clock.now = max(self.clock.now, now)
@@ -401,7 +404,7 @@ class Instance:
             named = [block for table in tables for block in table if block]
             again = len(named) - len(set(named))
         elapsed = self._cost.decode_steps_s(len(running), cached, count, again)
-        self._ahead = np.cumsum(np.concatenate([[self.clock.now], elapsed]))
+        self._ahead, self._ahead_s = np.cumsum(np.concatenate([[self.clock.now], elapsed])), elapsed
 
     def catch_up(self, until_s: float) -> None:
         """Book the quiet steps found that begin before `until_s`; the others are to be found anew."""
@@ -423,7 +426,7 @@ class Instance:
         self.result.batch += busy * len(scheduler.running)
         self.result.held += busy * self._held()  # quiet steps take no block and give none back
         if self._on_quiet is not None:
-            self._on_quiet(np.diff(ends[: count + 1]), len(scheduler.running))
+            self._on_quiet(self._ahead_s[:count], len(scheduler.running))
 
     def _book(self, output: RequestOutput) -> tuple[str, RequestRecord]:
         name = output.request_id

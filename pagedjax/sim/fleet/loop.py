@@ -11,8 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from pagedjax.cache import CacheEvent
+from pagedjax.config import SchedulerConfig
 from pagedjax.sim.fleet.books import FleetRecord, FleetResult, Refusal
-from pagedjax.sim.fleet.member import Job, Member, OnPlan
+from pagedjax.sim.fleet.member import Job, Member, OnPlan, predictor
 from pagedjax.sim.fleet.moves import Moves
 from pagedjax.sim.fleet.observer import FleetObserver
 from pagedjax.sim.fleet.settings import (
@@ -65,6 +66,9 @@ class Fleet:
         self.result = FleetResult()
         self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates, observer=observer)
         self.members: dict[int, Member] = {}
+        self._predictors: dict[
+            tuple[int, SchedulerConfig], Callable[[int, int], float]
+        ] = {}  # one a kind of instance
         self.decode_router = decode_router
         self._delay_s = delay_s
         self._promise = promise
@@ -261,9 +265,7 @@ class Fleet:
         """Why a request is refused before it is sent; "" where it is not."""
         tokens = job.request.num_input
         # A decoder gets the first token as a part of the prompt.
-        if not member.fits(job.request, tokens) or not (
-            decoder is None or decoder.fits(job.request, tokens + 1)
-        ):
+        if not member.fits(job, tokens) or not (decoder is None or decoder.fits(job, tokens + 1)):
             return "too long"
         promise = self._promise
         if promise.reject:
@@ -281,8 +283,7 @@ class Fleet:
         self.router.sent(prompt, worker, view, now)
         if self.knowledge.informs:
             self.knowledge.sent(prompt.digests(worker.block_size), worker.number, now)
-        predicted = worker.prefill_s(prompt.num_tokens - matched, matched)
-        worker.send(Sent(prompt, prompt.num_tokens - matched, round(1e9 * predicted)), now)
+        worker.send(Sent(prompt, prompt.num_tokens - matched), now)
         member = self.members[worker.number]
         member.totals.routed += 1
         member.totals.peak_queue = max(member.totals.peak_queue, len(worker.unstarted))
@@ -297,7 +298,7 @@ class Fleet:
             self.observer.engaged(job.number, decoder.number, now)
         prompt = job.prompt
         self.decode_router.sent(prompt, decoder.worker, self._view([decoder]), now)
-        decoder.worker.send(Sent(prompt, 0, 0), now)
+        decoder.worker.send(Sent(prompt, 0), now)
         self.moves.begin_hand_over(job)
 
     def _resume(self, job: Job, now: float) -> None:
@@ -321,7 +322,8 @@ class Fleet:
                 self._gone(member, now)
         elif member.spec.role == "prefill":
             request = replace(request, num_output=1)
-        target.run.add(str(job.number), request, tokens, now, chain=chain)
+        sampling = job.sampling if request is job.request else None
+        target.run.add(str(job.number), request, tokens, now, chain=chain, sampling=sampling)
         self._queue(target)
 
     # -------------------------------------------------------------------- steps
@@ -442,6 +444,9 @@ class Fleet:
     def _join(self, spec: InstanceSpec, now: float) -> None:
         names = [m.spec.name for m in self.members.values() if m.alive]
         require(spec.name not in names, f"instance {spec.name}: is there already; choose another name")
+        kind = (id(spec.cost), spec.scheduler)
+        if kind not in self._predictors:
+            self._predictors[kind] = predictor(spec.cost, spec.scheduler)
         member = Member(
             len(self.members),
             spec,
@@ -451,6 +456,7 @@ class Fleet:
             gaps=self.result.gaps,
             on_plan=self._on_plan,
             lands=spec.role == "decode" or self.moves.wants_events,
+            prefill_s=self._predictors[kind],
         )
         self.members[member.number] = member
         if self.observer is not None:

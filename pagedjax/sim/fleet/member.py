@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pagedjax.cache.hashing import TokenChain
 from pagedjax.cache.protocol import NO_COPIES
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.limits import chunk_tokens
+from pagedjax.engine.request import SamplingParams
 from pagedjax.engine.step import Row, StepPlan
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.fleet.books import Gaps, InstanceTotals
@@ -42,6 +44,7 @@ class Job:
         held: (instance, chain) pinned until the KV is sent.
         first: Record of its prompt, once that is computed elsewhere than its answer.
         sent_tokens: Positions whose KV has been handed to the links.
+        sampling: How it is decoded, once somebody has asked.
     """
 
     number: int
@@ -58,16 +61,18 @@ class Job:
     held: tuple[Member, TokenChain] | None = None
     first: RequestRecord | None = None
     sent_tokens: int = 0
+    sampling: SamplingParams | None = None
 
 
 def predictor(
     cost: CostModel | Callable[[StepPlan], float], config: SchedulerConfig
 ) -> Callable[[int, int], float]:
-    """(tokens to compute, tokens before them) → seconds of the chunks that a prompt alone would take."""
+    """(tokens to compute, tokens before them) → seconds of the chunks that a prompt alone would take; the last are kept."""
     step_s = cost.step_s if isinstance(cost, CostModel) else cost
     chunk = chunk_tokens(config)
     nobody: Any = None
 
+    @lru_cache(maxsize=4096)
     def prefill_s(count: int, before: int) -> float:
         seconds = 0.0
         while count > 0:
@@ -77,6 +82,28 @@ def predictor(
         return seconds
 
     return prefill_s
+
+
+class Heard(EventLog):
+    """A manager's events as a fleet hears them: without counts of copies, for nobody takes a snapshot here."""
+
+    def stored(
+        self,
+        now: float,
+        group: int,
+        medium: str,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        parent: bytes | None = None,
+    ) -> None:
+        """Contents became resident."""
+        self._add("stored", now, group, medium, tuple(keys))
+
+    def removed(
+        self, now: float, group: int, medium: str, keys: Sequence[bytes], blocks: Sequence[int]
+    ) -> None:
+        """One copy of each content left."""
+        self._add("removed", now, group, medium, tuple(keys))
 
 
 class Member:
@@ -101,11 +128,12 @@ class Member:
         gaps: Gaps,
         on_plan: OnPlan | None,
         lands: bool,
+        prefill_s: Callable[[int, int], float],
     ) -> None:
         self.number = number
         self.spec = spec
         self.node = spec.node or spec.name
-        self.log = EventLog() if events else None
+        self.log = Heard() if events else None
         self.manager = spec.manager(self.log)
         self.run = Instance(
             self.manager,
@@ -122,7 +150,7 @@ class Member:
             spec.role,
             self.manager.block_size,
             self.manager.num_blocks,
-            predictor(spec.cost, spec.scheduler),
+            prefill_s,
             head_since_s=now,
         )
         self.totals = InstanceTotals(spec.name, spec.role)
@@ -159,10 +187,12 @@ class Member:
         self.totals.computed_tokens += rows * len(seconds)
         self._gaps.add_each(seconds, rows)
 
-    def fits(self, request: TraceRequest, num_tokens: int) -> bool:
+    def fits(self, job: Job, num_tokens: int) -> bool:
         """Whether a request with a prompt of so many tokens can ever run here."""
+        if job.sampling is None:
+            job.sampling = self.run.sampling(job.request)
         try:
-            self.run.engine.scheduler.check(num_tokens, self.run.sampling(request))
+            self.run.engine.scheduler.check(num_tokens, job.sampling)
         except ValueError:
             return False
         return True

@@ -117,7 +117,7 @@ class KvOverlap(Router):
         """Blocks in use at the worker if it took this request too."""
         active = self._active.get(worker.number, Counter())
         digests = prompt.digests(worker.block_size)
-        fresh = sum(digest not in active for digest in digests)
+        fresh = len(digests) - sum(map(active.__contains__, digests))
         tail = len(digests) * worker.block_size < prompt.num_tokens
         return len(active) + self._tails[worker.number] + fresh + tail
 

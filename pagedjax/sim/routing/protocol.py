@@ -57,12 +57,12 @@ class Sent:
     Attributes:
         prompt: What was sent.
         uncached: Prompt tokens that the router expected to be computed.
-        prefill_ns: What it expected that to take, in whole nanoseconds: sums of them stay exact.
+        prefill_ns: What it expected that to take, in whole nanoseconds: sums of them stay exact. None: nobody has asked.
     """
 
     prompt: Prompt
     uncached: int
-    prefill_ns: int
+    prefill_ns: int | None = None
 
 
 @dataclass(eq=False)
@@ -92,8 +92,9 @@ class Worker:
     unstarted: dict[int, Sent] = field(default_factory=dict)
     tokens: int = 0
     prefill_tokens: int = 0
-    prefill_ns: int = 0
     head_since_s: float = 0.0
+    _priced_ns: int = 0
+    _unpriced: dict[int, Sent] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> int:
@@ -104,9 +105,18 @@ class Worker:
         """Predicted seconds until a new prompt would begin: what is unstarted, less what the first has had already."""
         if not self.unstarted:
             return 0.0
-        first = next(iter(self.unstarted.values())).prefill_ns
-        had = min(int((now - self.head_since_s) * 1e9), first)
-        return (self.prefill_ns - had) / 1e9
+        total, first = self.prefill_ns, next(iter(self.unstarted.values())).prefill_ns
+        assert first is not None
+        return (total - min(int((now - self.head_since_s) * 1e9), first)) / 1e9
+
+    @property
+    def prefill_ns(self) -> int:
+        for entry in self._unpriced.values():  # predictions cost time, and many routers never ask
+            cached = entry.prompt.num_tokens - entry.uncached
+            entry.prefill_ns = round(1e9 * self.prefill_s(entry.uncached, cached)) if entry.uncached else 0
+            self._priced_ns += entry.prefill_ns
+        self._unpriced.clear()
+        return self._priced_ns
 
     def send(self, entry: Sent, now: float) -> None:
         """Book a request that is sent."""
@@ -115,7 +125,7 @@ class Worker:
         self.sent[entry.prompt.number] = self.unstarted[entry.prompt.number] = entry
         self.tokens += entry.prompt.num_tokens
         self.prefill_tokens += entry.uncached
-        self.prefill_ns += entry.prefill_ns
+        self._unpriced[entry.prompt.number] = entry
 
     def start(self, number: int, now: float) -> None:
         """Book its first token; a second call changes nothing."""
@@ -124,7 +134,9 @@ class Worker:
         entry = self.unstarted.pop(number, None)
         if entry is not None:
             self.prefill_tokens -= entry.uncached
-            self.prefill_ns -= entry.prefill_ns
+            if self._unpriced.pop(number, None) is None:
+                assert entry.prefill_ns is not None
+                self._priced_ns -= entry.prefill_ns
 
     def end(self, number: int, now: float) -> None:
         """Book its end, whatever it was."""

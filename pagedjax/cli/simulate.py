@@ -196,7 +196,8 @@ def _refuse_idle(ctx: click.Context, common: Common, file: AnyPath) -> None:
         )
     for name in ("out", "records", "record_file"):
         path = ctx.params.get(name)
-        if path is not None and path.exists() and path.samefile(file):
+        local = isinstance(path, Path) and isinstance(file, Path) and path.exists()
+        if path is not None and (path.samefile(file) if local else path == file):
             raise click.UsageError(f"{typed[name]} {path}: is the trace itself; name another file")
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.options import Place
 from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Chat, Encode, Trace
 
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
-FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+FILE = click.argument("file", type=Place(exists=True))
 _TEXT_FORMATS = ("chat", "gateway", "sharegpt", "prompts", "alpaca-text")
 QUIET = click.option("--quiet", is_flag=True, help="No progress and notes on stderr.")
 
@@ -66,7 +67,7 @@ def _text_of_bytes(ids: Iterable[int]) -> str:
     return bytes(held).decode(errors="replace") if all(i < 256 for i in held) else str(held)
 
 
-def _from_json(path: AnyPath) -> Texts:
+def _from_json(path: Path) -> Texts:
     from tokenizers import Tokenizer
 
     try:

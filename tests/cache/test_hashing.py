@@ -245,3 +245,26 @@ def test_with_a_constant_hash_and_verify_tokens_no_wrong_block_is_served(index, 
         m.check_invariants()
         served += hit.num_tokens
     assert served > 500
+
+
+def test_a_chain_of_an_array_is_that_of_its_list():
+    rng = np.random.default_rng(5)
+    for seed in range(60):
+        few = np.repeat(
+            rng.integers(-5, 5, 40), rng.integers(1, 30, 40)
+        )  # equal ones follow each other, or do not
+        tokens = (few if seed % 2 else rng.integers(-(2**31), 2**31, 90)).astype(
+            (np.int32, np.int64)[seed % 3 > 0]
+        )
+        size, first = int(rng.integers(1, 9)), int(rng.integers(0, 12))
+        plain, made = (TokenChain(given, block_size=size) for given in (tokens.tolist(), tokens))
+        assert made.tokens == plain.tokens and all(type(token) is int for token in made.tokens)
+        hashed = TokenChain.hashed(tokens, plain.digests(first)[:first], block_size=size)
+        others = [made, hashed, made.fork(), hashed.fork()]
+        for chain in (plain, *others):
+            chain.extend([7] * 11)
+        for count in (0, first, plain.num_full_blocks):
+            for chain in others:
+                assert chain.digests(count)[:count] == plain.digests(count)[:count]
+                assert chain.packed(count)[: 4 * size * count] == plain.packed(count)[: 4 * size * count]
+    assert len({id(token) for token in TokenChain(np.full(900, 1 << 30, np.int32), block_size=4).tokens}) == 1

@@ -112,3 +112,25 @@ def test_a_fork_must_go_on_from_its_parent():
             manager.fork(0, 1, TokenChain(tokens, block_size=4, extra=ExtraKeys(salt=salt)))
     manager.fork(0, 1, TokenChain(range(9), block_size=4))
     manager.check_invariants()
+
+
+def test_a_chain_that_comes_along_is_the_prompts_or_refused(make_engine, run_all, greedy):
+    prompt, other = list(range(20)), ExtraKeys(salt="s")
+    given, made = make_engine(), make_engine()
+    size = made.manager.block_size
+    given.add(
+        prompt, greedy(4), extra=other, chain=TokenChain(np.array(prompt), block_size=size, extra=other)
+    )
+    made.add(prompt, greedy(4), extra=other)
+    assert [o.outputs[0].token_ids for o in run_all(given).values()] == [
+        o.outputs[0].token_ids for o in run_all(made).values()
+    ]
+    for chain, message in (
+        (TokenChain(prompt[1:], block_size=size), "chain of tokens=19: must be 20"),
+        (TokenChain(prompt, block_size=2 * size), f"chain of block_size={2 * size}: must be {size}"),
+        (TokenChain(prompt, block_size=size, hash="xxh3_128"), "chain of hash=xxh3_128: must be sha256"),
+        (TokenChain(prompt, block_size=size, extra=other), "chain of extra="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            given.add(prompt, greedy(4), chain=chain)
+    assert not given.has_work

@@ -27,7 +27,6 @@ from pagedjax.sim.fleet.settings import (
 )
 from pagedjax.sim.metrics import RequestRecord
 from pagedjax.sim.routing import Choice, Knowledge, Prompt, Router, Sent, View
-from pagedjax.sim.routing.plain import LeastTokens
 from pagedjax.sim.simulator import Prompts, own_token
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -513,8 +512,3 @@ class Fleet:
         self._gone(member, now, "died")
         for job in lost:
             self._route(job, now)
-
-
-def fresh_decode_router() -> Router:
-    """What chooses decoders unless told otherwise: the fewest tokens under way (Mooncake §6.1 balances their load)."""
-    return LeastTokens()

@@ -45,9 +45,9 @@ MAY_IMPORT = {
     "pagedjax.lab.provenance": {"pagedjax"},  # its version
     "pagedjax.lab.cluster": {"pagedjax.lab", "pagedjax.paths", "distributed"},
     "pagedjax.lab.drawing": {"pagedjax.lab", "matplotlib"},
-    "pagedjax.lab.figures": {"pagedjax.lab", "matplotlib"},
-    "pagedjax.lab.plots": {"pagedjax.lab", "matplotlib"},
-    "pagedjax.lab.sweep": {"pagedjax.lab", "pagedjax.sim.show", "matplotlib", "pyarrow"},
+    "pagedjax.lab.figures": {"pagedjax.lab", "pagedjax.paths", "matplotlib"},
+    "pagedjax.lab.plots": {"pagedjax.lab", "pagedjax.paths", "matplotlib"},
+    "pagedjax.lab.sweep": {"pagedjax.lab", "pagedjax.paths", "pagedjax.sim.show", "matplotlib", "pyarrow"},
     "pagedjax.explore": CACHE
     | {"pagedjax.explore", "pagedjax.config", "pagedjax.engine.managers", "pagedjax.report.replay"}
     | {"pagedjax"},  # its version

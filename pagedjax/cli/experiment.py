@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pagedjax.cli.options import Place
+from pagedjax.cli.options import PathOrUrl
 from pagedjax.paths import AnyPath
 
 
@@ -56,7 +56,7 @@ def _shown(value: object) -> str:
 )
 @click.option(
     "--out",
-    type=Place(folder=True),
+    type=PathOrUrl(folder=True),
     help="Folder of the results, or its URL (s3://…).  [default: ./results, smoke: ./results/smoke]",
 )
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
@@ -148,11 +148,11 @@ def run(
 @command.command("report")
 @click.option(
     "--results",
-    type=Place(exists=True, folder=True),
+    type=PathOrUrl(exists=True, folder=True),
     default="results",
     show_default=True,
 )
-@click.option("--out", type=Place(), help="[default: README.md among the results]")
+@click.option("--out", type=PathOrUrl(), help="[default: README.md among the results]")
 @click.option(
     "--plots", is_flag=True, help="Draw every plot anew as well, and FIGURES.md, the page of all of them."
 )

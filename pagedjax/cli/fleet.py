@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Place, emit_json
+from pagedjax.cli.options import PathOrUrl, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
 from pagedjax.paths import AnyPath
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--head", type=AT_LEAST_1, help="The first so many requests of the trace.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the router's chance.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting; repeatable.")
-@click.option("--records", type=Place(), help="Write one JSON line per request here.")
+@click.option("--records", type=PathOrUrl(), help="Write one JSON line per request here.")
 @click.option(
     "--record",
     "record_file",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagedjax.llm import LLM
 
 
-class Place(click.ParamType):
+class PathOrUrl(click.ParamType):
     """A path of this machine, or a URL that fsspec knows; as `click.Path` otherwise.
 
     Args:

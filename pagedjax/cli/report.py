@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Place
+from pagedjax.cli.options import PathOrUrl
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
 from pagedjax.paths import AnyPath
 
@@ -23,7 +23,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--run", "runs", type=_FILE, multiple=True, help="A record (generate --record, …); repeatable.")
 @click.option("--instance", "instances", multiple=True, help="Of a fleet's record: one to show step by step.")
 @click.option(
-    "--trace", "traces", type=Place(exists=True), multiple=True, help="Its curves and check-up; repeatable."
+    "--trace",
+    "traces",
+    type=PathOrUrl(exists=True),
+    multiple=True,
+    help="Its curves and check-up; repeatable.",
 )
 @click.option(
     "--policy",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pagedjax.cli.options import Common, Place, common_options, emit_json
+from pagedjax.cli.options import Common, PathOrUrl, common_options, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, Opener, requests_bar, trace_options
 from pagedjax.config import CacheConfig, SchedulerConfig
 from pagedjax.paths import AnyPath
@@ -116,9 +116,7 @@ _AGAINST = {
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what is printed to a file, too, as JSON.",
 )
-@click.option(
-    "--records", type=Place(), help="Write one JSON line per request."
-)
+@click.option("--records", type=PathOrUrl(), help="Write one JSON line per request.")
 @click.option(
     "--record",
     "record_file",

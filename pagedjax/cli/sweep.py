@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from pagedjax.cli.options import Place, emit_json
+from pagedjax.cli.options import PathOrUrl, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, trace_options
 from pagedjax.paths import AnyPath, place
 
@@ -30,7 +30,7 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
 
 
 @click.command("sweep")
-@click.argument("files", nargs=-1, required=True, type=Place(exists=True))
+@click.argument("files", nargs=-1, required=True, type=PathOrUrl(exists=True))
 @click.option(
     "--grid", "grids", multiple=True, metavar="KEY=V1,V2,…", help="Values of one setting; repeatable."
 )
@@ -43,7 +43,7 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
 @click.option("--measure", help="simulate (the engine on a virtual clock) or replay.  [default: simulate]")
 @click.option(
     "--out",
-    type=Place(folder=True),
+    type=PathOrUrl(folder=True),
     default="results",
     show_default=True,
     help="Folder of the rows, or its URL (s3://…).",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Place
+from pagedjax.cli.options import PathOrUrl
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -251,7 +251,7 @@ def _expected(trace: Trace, size: int) -> int:
 
 @command.command("make")
 @click.argument("kind")
-@click.argument("out", type=Place())
+@click.argument("out", type=PathOrUrl())
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the generator; repeatable."
 )
@@ -295,7 +295,7 @@ def make(
 
 @command.command("convert")
 @FILE
-@click.argument("out", type=Place())
+@click.argument("out", type=PathOrUrl())
 @click.option(
     "--anonymise",
     type=click.Choice(["mooncake", "bailian"]),

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Place
+from pagedjax.cli.options import PathOrUrl
 from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Chat, Encode, Trace
 
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
-FILE = click.argument("file", type=Place(exists=True))
+FILE = click.argument("file", type=PathOrUrl(exists=True))
 _TEXT_FORMATS = ("chat", "gateway", "sharegpt", "prompts", "alpaca-text")
 QUIET = click.option("--quiet", is_flag=True, help="No progress and notes on stderr.")
 

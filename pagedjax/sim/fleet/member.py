@@ -67,7 +67,7 @@ class Job:
 def predictor(
     cost: CostModel | Callable[[StepPlan], float], config: SchedulerConfig
 ) -> Callable[[int, int], float]:
-    """(tokens to compute, tokens before them) → seconds of the chunks that a prompt alone would take; the last are kept."""
+    """(tokens to compute, tokens before them) → seconds of the chunks that a prompt alone would take."""
     step_s = cost.step_s if isinstance(cost, CostModel) else cost
     chunk = chunk_tokens(config)
     nobody: Any = None

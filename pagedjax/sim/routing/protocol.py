@@ -57,7 +57,7 @@ class Sent:
     Attributes:
         prompt: What was sent.
         uncached: Prompt tokens that the router expected to be computed.
-        prefill_ns: What it expected that to take, in whole nanoseconds: sums of them stay exact. None: nobody has asked.
+        prefill_ns: What it expected that to take, in whole nanoseconds, whose sums stay exact. None: nobody asked.
     """
 
     prompt: Prompt

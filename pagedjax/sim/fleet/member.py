@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -84,28 +84,6 @@ def predictor(
     return prefill_s
 
 
-class Heard(EventLog):
-    """A manager's events as a fleet hears them: without counts of copies, for nobody takes a snapshot here."""
-
-    def stored(
-        self,
-        now: float,
-        group: int,
-        medium: str,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        parent: bytes | None = None,
-    ) -> None:
-        """Contents became resident."""
-        self._add("stored", now, group, medium, tuple(keys))
-
-    def removed(
-        self, now: float, group: int, medium: str, keys: Sequence[bytes], blocks: Sequence[int]
-    ) -> None:
-        """One copy of each content left."""
-        self._add("removed", now, group, medium, tuple(keys))
-
-
 class Member:
     """An instance, its place in the router's book, and its ends of the links.
 
@@ -133,7 +111,7 @@ class Member:
         self.number = number
         self.spec = spec
         self.node = spec.node or spec.name
-        self.log = Heard() if events else None
+        self.log = EventLog() if events else None
         self.manager = spec.manager(self.log)
         self.run = Instance(
             self.manager,

@@ -32,8 +32,8 @@ SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=8192)
 
 
 def cost(host: str) -> CostModel:
-    """Four H100s as one device, and Llama-3-8B; host work as the H100 file assumes it, or of a calibrated machine."""
-    device, other = HardwareSpec.read("h100-80gb").times(DEVICES), HardwareSpec.read(host)
+    """Four H100s as one device, their links free, and Llama-3-8B; host work as the H100 file assumes it, or of a calibrated machine."""
+    device, other = HardwareSpec.read("h100-80gb").idealised(DEVICES), HardwareSpec.read(host)
     device = replace(device, step_overhead_s=other.step_overhead_s, host_s_per_row=other.host_s_per_row)
     return CostModel(device, read_shape("llama-3-8b"), BLOCK)
 
@@ -123,6 +123,7 @@ EXPERIMENT = Experiment(
     open=("host",),
     note=(
         "the trace is given, so nothing is drawn and there are no seeds; the H100 file's host work is an "
-        "assumption, so ten minutes are played under that of both calibrated machines as well"
+        "assumption, so ten minutes are played under that of both calibrated machines as well; the links between "
+        "the four devices are free (HardwareSpec.idealised)"
     ),
 )

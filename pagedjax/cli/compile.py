@@ -176,7 +176,8 @@ def _between(row: dict[str, Any]) -> str:
     link = row["link_bytes_per_s"]
     beside = "links' bandwidth not known here"
     if link:
-        beside = f"links of {link / 1e9:,.0f} GB/s both ways: at least {1e6 * row['sent_bytes_per_token'] / (link / 2):.2f} us"
+        least_us = 1e6 * row["sent_bytes_per_token"] / (link / 2)
+        beside = f"links of {link / 1e9:,.0f} GB/s both ways: at least {least_us:.2f} us"
     return (
         f"  {row['chips']} chips, each as above; between them a step: {kinds}; each sends "
         f"{row['sent_bytes_per_token'] / 2**10:,.1f} KiB a token ({beside})"

@@ -74,7 +74,10 @@ _AGAINST = {
 @click.option(
     "--hardware", default="h100-80gb", show_default=True, help="A TOML file, or a name in configs/hardware/."
 )
-@click.option("--devices", type=AT_LEAST_1, default=1, show_default=True, help="So many of them as one.")
+@click.option(
+    "--devices", type=AT_LEAST_1, default=1, show_default=True, help="A slice of so many, with its links."
+)
+@click.option("--free-links", is_flag=True, help="The slice's links take no time: an upper bound.")
 @click.option(
     "--reserve",
     type=click.FloatRange(0, 1, max_open=True),
@@ -203,7 +206,7 @@ def _spec(common: Common, options: dict[str, Any]) -> InstanceSpec:
     """What is simulated, as one instance of a fleet has it."""
     from pagedjax.sim.fleet.file import InstanceTable
 
-    names = ("hardware", "devices", "shape", "max_model_len", "reserve")
+    names = ("hardware", "devices", "free_links", "shape", "max_model_len", "reserve")
     table = InstanceTable(
         cache=common.config.cache,
         scheduler=common.config.scheduler,

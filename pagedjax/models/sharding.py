@@ -16,7 +16,7 @@ due at two places of a layer: behind `out` and behind `down`. Where KV heads are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pagedjax.models.config import ModelConfig, ModelError
 
@@ -48,6 +48,7 @@ class Cut:
     Attributes:
         config: The whole model.
         devices: n.
+        setting: What the user calls n, for the refusal.
 
     Raises:
         ModelError: Heads or MLP do not divide; names the numbers that work.
@@ -55,12 +56,13 @@ class Cut:
 
     config: ModelConfig
     devices: int
+    setting: str = field(default="runtime.tensor_parallel", compare=False)
 
     def __post_init__(self) -> None:
         c, n = self.config, self.devices
         if n not in possible_devices(c):
             raise ModelError(
-                f"runtime.tensor_parallel={n}: {c.num_heads} query heads, {c.num_kv_heads} KV heads and an MLP of "
+                f"{self.setting}={n}: {c.num_heads} query heads, {c.num_kv_heads} KV heads and an MLP of "
                 f"{c.d_mlp} must be dealt out evenly; try {_one_of(possible_devices(c))}"
             )
 

@@ -1,7 +1,8 @@
 """What a step would take on hardware that is not there: a roofline over its floating-point work and bytes.
 
     roof(kernel) = max( FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency) )
-    step time    = overhead + rows · host time per row + roof(matrix products) + roof(attention)
+    step time    = overhead + rows · host time per row + roof(matrix products) + roof(attention) + links
+    links        = (2 L + 2) · start + (all-reduces of x, exchange of the output) / bandwidth; 0 on one device
 
 Matrix products read the weights once; attention reads and writes KV, and block copies move with it. The
 two are kernels that run one after the other, so each has its own roof: a prompt's products do not hide
@@ -21,6 +22,7 @@ import numpy as np
 
 from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.sharding import Cut
 from pagedjax.paths import shipped_file
 
 
@@ -39,6 +41,9 @@ class HardwareSpec:
         host_bytes_per_s: Between device and host, one way.
         transfer_s: Until one transfer between device and host starts; a block is two per layer (K and V).
         shared_read: What reading a block costs that another row of the step reads too, over a first read.
+        link_bytes_per_s: From one device to the others of a slice, one way; 0: not known, and there are no slices.
+        link_start_s: Until one operation among all of them moves bytes.
+        devices: That share the work of a slice, and pay for their links; made by `times`, never read from a file.
     """
 
     name: str
@@ -52,23 +57,44 @@ class HardwareSpec:
     host_bytes_per_s: float = 25e9
     transfer_s: float = 5e-6
     shared_read: float = 1.0
+    link_bytes_per_s: float = 0.0
+    link_start_s: float = 0.0
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value == float("inf"):
                 raise ValueError(f"{field.name}={value!r}: must be a number")
-            if not (value > 0 or (value == 0 and field.name == "host_s_per_row")):
+            may_be_0 = field.name in ("host_s_per_row", "link_bytes_per_s", "link_start_s")
+            if not (value > 0 or (value == 0 and may_be_0)):
                 raise ValueError(f"{field.name}={value}: must be positive")
         for name in ("compute_efficiency", "bandwidth_efficiency", "shared_read"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most 1")
 
     def times(self, devices: int) -> HardwareSpec:
+        """A slice of so many of them: each works its heads, and what crosses between them takes its time.
+
+        Raises:
+            ValueError: The hardware's file says nothing of links.
+        """
+        if devices == 1:
+            return self
+        if not self.link_bytes_per_s:
+            raise ValueError(
+                f"devices={devices}: {self.name} has no link_bytes_per_s; add it from the data sheet, or let links "
+                "cost nothing (free_links)"
+            )
+        return replace(self.idealised(devices), name=f"{devices} x {self.name}", devices=devices)
+
+    def idealised(self, devices: int) -> HardwareSpec:
         """So many of them as one device: tensor parallelism with no cost of its own, an upper bound."""
+        if devices == 1:
+            return self
         return replace(
             self,
-            name=f"{devices} x {self.name}",
+            name=f"{devices} x {self.name}, free links",
             flops_per_s=self.flops_per_s * devices,
             bytes_per_s=self.bytes_per_s * devices,
             memory_bytes=self.memory_bytes * devices,
@@ -89,7 +115,7 @@ class HardwareSpec:
             raise ValueError(
                 f"{path}: is not valid TOML ({error}); see configs/hardware/ for examples"
             ) from None
-        names = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)} - {"devices"}
         if unknown := sorted(values.keys() - names):
             raise ValueError(f"{path}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
@@ -103,12 +129,17 @@ class HardwareSpec:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step computes and moves, in matrix products and in attention (block copies included)."""
+    """What one step computes and moves, in matrix products and in attention (block copies included).
+
+    `tokens` it feeds and `samples` it draws are what crosses between the devices of a slice.
+    """
 
     flops: float
     bytes: float
     attention_flops: float = 0.0
     attention_bytes: float = 0.0
+    tokens: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +151,9 @@ class CostModel:
         model: The decoder.
         block_size: Tokens per block, for copies.
         itemsize: Bytes of one number, in weights and KV.
+
+    Raises:
+        ModelError: The hardware is a slice to which the model cannot be dealt out; names the numbers that work.
     """
 
     hardware: HardwareSpec
@@ -127,10 +161,32 @@ class CostModel:
     block_size: int
     itemsize: int = 2
 
+    def __post_init__(self) -> None:
+        Cut(self.model, self.hardware.devices, "devices")
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers, keys and values."""
         return self.model.kv_bytes_per_token(self.itemsize)
+
+    @property
+    def held_bytes_per_token(self) -> int:
+        """The same as a slice holds it, where several devices may have a KV head."""
+        return self.kv_bytes_per_token * max(1, self.hardware.devices // self.model.num_kv_heads)
+
+    def between_s(self, tokens: int, samples: int) -> float:
+        """Seconds on the links between a slice's devices (docs/devices.md).
+
+        Two all-reduces of x a layer and one for the embedding, in rings; a score and a token for each sample.
+        """
+        spec, n = self.hardware, self.hardware.devices
+        if n == 1:
+            return 0.0
+        sums = 2 * self.model.num_layers + 1
+        summed = 2 * (n - 1) / n * tokens * self.model.d_model * self.itemsize
+        return (sums + 1) * spec.link_start_s + (
+            sums * summed + 8 * (n - 1) * samples
+        ) / spec.link_bytes_per_s
 
     def work(self, plan: StepPlan) -> Work:
         """Count a plan's FLOPs and bytes: causal attention reads each row's KV once."""
@@ -154,14 +210,16 @@ class CostModel:
             flops=2.0 * model.layer_parameters * tokens + 2.0 * head * samples,
             bytes=float((model.layer_parameters + head) * self.itemsize),
             attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
-            attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * self.kv_bytes_per_token),
+            attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * self.held_bytes_per_token),
+            tokens=tokens,
+            samples=samples,
         )
 
     def swap_s(self, num_blocks: int) -> float:
         """Seconds to move blocks between device and host, each layer's K and V by itself."""
         spec, model = self.hardware, self.model
         transfers = 2 * model.num_layers * num_blocks
-        num_bytes = num_blocks * self.block_size * self.kv_bytes_per_token
+        num_bytes = num_blocks * self.block_size * self.held_bytes_per_token
         return transfers * spec.transfer_s + num_bytes / spec.host_bytes_per_s
 
     def copy_s(self, plan: StepPlan) -> float:
@@ -180,7 +238,7 @@ class CostModel:
         products = max(work.flops / compute, work.bytes / memory)
         attention = max(work.attention_flops / compute, work.attention_bytes / memory)
         host = spec.step_overhead_s + spec.host_s_per_row * rows + copy_s
-        return host + products + attention
+        return host + products + attention + self.between_s(work.tokens, work.samples)
 
     def decode_steps_s(self, rows: int, cached: int, count: int, again: int = 0) -> np.ndarray:
         """Seconds of each of `count` steps that decode the same rows; equal to `step_s` of each.
@@ -203,13 +261,14 @@ class CostModel:
         read = cached + rows * np.arange(1, count + 1)
         scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
         moved = read - (1 - spec.shared_read) * again * self.block_size if again else read
-        attention = np.maximum(scores, (moved + rows) * self.kv_bytes_per_token / memory)
-        return spec.step_overhead_s + spec.host_s_per_row * rows + 0.0 + products + attention
+        attention = np.maximum(scores, (moved + rows) * self.held_bytes_per_token / memory)
+        host = spec.step_overhead_s + spec.host_s_per_row * rows + 0.0
+        return host + products + attention + self.between_s(rows, rows)
 
     def kv_blocks(self, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with the share `reserve` of the memory left for the rest."""
         free = self.hardware.memory_bytes * (1 - reserve) - self.model.num_parameters * self.itemsize
-        blocks = int(free // (self.kv_bytes_per_token * self.block_size))
+        blocks = int(free // (self.held_bytes_per_token * self.block_size))
         if blocks < 2:
             raise ValueError(
                 f"{self.hardware.name}: {self.model.num_parameters:,} parameters leave no room for KV; "

@@ -34,7 +34,7 @@ class Setup:
     """What is not the engine's: the machine, the model's shape, arrivals, the promise.
 
     Attributes:
-        hardware / devices / shape / reserve / max_model_len: As in a fleet's table of instances.
+        hardware / devices / free_links / shape / reserve / max_model_len: As in a fleet's table of instances.
         n: Samples per request.
         beam_width / beam_gap: Beam search with drawn candidates, as `Beams` has them; width 0: none.
         rate: New Poisson arrivals, requests a second; 0 keeps the file's.
@@ -49,6 +49,7 @@ class Setup:
 
     hardware: str = "h100-80gb"
     devices: int = 1
+    free_links: bool = False
     shape: str = "llama-3-8b"
     reserve: float = 0.1
     max_model_len: int = 131_072
@@ -164,7 +165,7 @@ def run_trial(
         trace = trace.with_arrivals(setup.rate, seed=seed, burst=setup.burst)
     if setup.rate_scale != 1:
         trace = trace.faster(setup.rate_scale)
-    names = ("hardware", "devices", "shape", "reserve", "max_model_len")
+    names = ("hardware", "devices", "free_links", "shape", "reserve", "max_model_len")
     table = InstanceTable(
         cache=config.cache, scheduler=config.scheduler, **{name: getattr(setup, name) for name in names}
     )

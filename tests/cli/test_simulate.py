@@ -271,6 +271,7 @@ def test_every_field_of_the_python_simulation_has_its_option() -> None:
         "seed",
         "shape",
         "devices",
+        "free_links",
         "reserve",
         "rate",
         "burst",

@@ -104,7 +104,7 @@ def test_fleet_of_one_is_simulate() -> None:
 @pytest.mark.parametrize("name", ["mooncake_conversation_trace", "mooncake_synthetic_trace"])
 def test_fleet_of_one_is_simulate_on_mooncake(data_dir, name: str) -> None:  # type: ignore[no-untyped-def]
     trace = open_trace(data_dir / "data" / "traces" / f"{name}.jsonl.gz").head(2000)
-    cost = CostModel(HardwareSpec.read("h100-80gb").times(4), read_shape("llama-3-8b"), 512)
+    cost = CostModel(HardwareSpec.read("h100-80gb").idealised(4), read_shape("llama-3-8b"), 512)
 
     def make(log):  # type: ignore[no-untyped-def]
         return PagedManager(num_blocks=cost.kv_blocks(), block_size=512, events=log)

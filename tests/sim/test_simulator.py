@@ -502,6 +502,54 @@ def test_reading_a_shared_block_again_costs_its_share() -> None:
         assert saved == pytest.approx(0.75 * again * 16 * model.kv_bytes_per_token(2))
 
 
+# ------------------------------------------------------------------ slices
+
+
+def test_a_slice_pays_for_its_links_and_an_idealised_one_does_not() -> None:
+    """By hand: 65 all-reduces of [T, 4096] in bfloat16 and one exchange, on 4 devices of 450 GB/s and 10 us a start."""
+    model, one = read_shape("llama-3-8b"), HardwareSpec.read("h100-80gb")
+    sliced, free = CostModel(one.times(4), model, 16), CostModel(one.idealised(4), model, 16)
+    work = Work(1e12, 16e9, tokens=32, samples=8)
+    links = 66 * 10e-6 + (65 * 2 * 3 / 4 * 32 * 4096 * 2 + 8 * 3 * 8) / 450e9
+    assert sliced.seconds(work, 8) - free.seconds(work, 8) == pytest.approx(links)
+    assert free.hardware.flops_per_s == sliced.hardware.flops_per_s == 4 * one.flops_per_s
+    assert (free.hardware.name, sliced.hardware.name) == (f"4 x {one.name}, free links", f"4 x {one.name}")
+    assert one.times(1) is one and one.idealised(1) is one
+    for cost in (sliced, free):  # skipped steps cost what planned ones do
+        steps = cost.decode_steps_s(8, 1000, 3)
+        again = cost.seconds(
+            replace(
+                Work(0, 0, tokens=8, samples=8),
+                flops=2.0 * model.layer_parameters * 8 + 2.0 * model.vocab_size * model.d_model * 8,
+                bytes=float((model.layer_parameters + model.vocab_size * model.d_model) * 2),
+                attention_flops=4.0 * 32 * 32 * 128 * 1008,
+                attention_bytes=float(1016 * cost.held_bytes_per_token),
+            ),
+            8,
+        )
+        assert steps[0] == pytest.approx(again, rel=1e-12)
+
+
+def test_heads_that_several_devices_hold_are_read_and_kept_by_each() -> None:
+    model, one = read_shape("llama-3-8b"), HardwareSpec.read("h100-80gb")
+    eight, sixteen = (CostModel(one.times(n), model, 16) for n in (8, 16))
+    assert eight.held_bytes_per_token == eight.kv_bytes_per_token == sixteen.held_bytes_per_token / 2
+    free = CostModel(one.idealised(16), model, 16)
+    assert sixteen.kv_blocks() == pytest.approx(free.kv_blocks() / 2, abs=1)
+
+
+def test_slices_without_links_and_models_that_do_not_divide_are_refused() -> None:
+    model = read_shape("llama-3-8b")
+    bare = replace(HardwareSpec.read("h100-80gb"), link_bytes_per_s=0.0)
+    with pytest.raises(ValueError, match=r"devices=2: .* has no link_bytes_per_s; add it .*\(free_links\)"):
+        bare.times(2)
+    with pytest.raises(
+        ValueError, match=r"^devices=3: 32 query heads, 8 KV heads .* try 1, 2, 4, 8, 16 or 32"
+    ):
+        CostModel(HardwareSpec.read("h100-80gb").times(3), model, 16)
+    assert CostModel(bare.idealised(3), model, 16).hardware.devices == 1
+
+
 def test_calibration_recovers_what_made_the_steps() -> None:
     truth = HardwareSpec("x", 100e12, 1e12, 80e9, 0.45, 0.7, 0.004, 0.0002)
     rng = np.random.default_rng(0)

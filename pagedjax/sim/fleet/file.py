@@ -59,7 +59,9 @@ class InstanceTable:
     Attributes:
         name: Of the one, or the beginning of the names of all.
         count: How many.
-        hardware / devices: A hardware file or its name, and how many of them make up one instance.
+        hardware / devices: A hardware file or its name, and how many of them make up one instance: a slice whose links
+            take their time.
+        free_links: The devices' links take none: an upper bound, and what hardware without links can do.
         shape: A model's shape: a config.json or its name.
         role: "mixed", "prefill" or "decode".
         per_node: Instances that share a node's host memory and network; 1: each is its own node.
@@ -72,6 +74,7 @@ class InstanceTable:
     count: int = 1
     hardware: str = "h100-80gb"
     devices: int = 1
+    free_links: bool = False
     shape: str = "llama-3-8b"
     role: str = "mixed"
     per_node: int = 1
@@ -94,10 +97,9 @@ class InstanceTable:
         Raises:
             ValueError: No such hardware, shape, index or policy, or the model does not fit.
         """
-        hardware = HardwareSpec.read(self.hardware).times(self.devices) if self.devices > 1 else None
-        cost = CostModel(
-            hardware or HardwareSpec.read(self.hardware), read_shape(self.shape), self.cache.block_size
-        )
+        one = HardwareSpec.read(self.hardware)
+        hardware = one.idealised(self.devices) if self.free_links else one.times(self.devices)
+        cost = CostModel(hardware, read_shape(self.shape), self.cache.block_size)
         blocks = self.cache.num_blocks or cost.kv_blocks(self.reserve)
 
         def make(log: Any) -> Any:

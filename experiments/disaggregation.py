@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
-from pagedjax.lab.drawing import at_each, curves, label_axes, mean_curve, panels, plain_log, rule
+from pagedjax.lab.drawing import at_each, curves, from_zero, label_axes, mean_curve, panels, plain_log, rule
 from pagedjax.sim.fleet import Arrivals, LinkSpec, run_fleet
 
 from ._fleet import CONVERSATION, LLAMA, instances, mooncake, row
@@ -74,12 +74,17 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
         mixed = [r[column] for r in rows if not r["prefill"]]
         own = [r for r in rows if r["prefill"]]
         wires = list(dict.fromkeys(r["wire"] for r in own))
-        curves(axes, [mean_curve((r for r in own if r["wire"] == w), "prefill", column, w) for w in wires])
+        curves(
+            axes,
+            [mean_curve((r for r in own if r["wire"] == w), "prefill", column, w) for w in wires],
+            dodge=1.03,
+        )
         if column != "goodput_share":
             plain_log(axes.yaxis, axes.set_yscale)
         if mixed:
             rule(axes, mixed[0], "all mixed")
         at_each(axes, [r["prefill"] for r in own])
+    from_zero(made[-1])
     label_axes(made[-1], "prefill instances of 8")
 
 

@@ -147,6 +147,18 @@ def _over(name: str, system: str, other: str) -> Callable[[str], Value]:
     return value
 
 
+def _up_to(one: Series, most: float) -> Series:
+    """A curve to where it first rises above `most`, as a straight line between two rates does."""
+    for k, (x, y) in enumerate(zip(one.x, one.y)):
+        if y > most:
+            part = 0.0 if not k else (most - one.y[k - 1]) / (y - one.y[k - 1])
+            x = one.x[k - 1] + part * (x - one.x[k - 1]) if k else x
+            return Series(
+                one.label, [*one.x[:k], x], [*one.y[:k], most], [*one.half[:k], 0.0] if one.half else []
+            )
+    return one
+
+
 def _plot(rows: list[TableRow], figure: Any) -> None:
     """Normalized latency against the rate of requests; the dotted line is where rates are compared."""
     names = [n for n in SETTINGS if any(r["workload"] == n for r in rows)]
@@ -158,9 +170,7 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
         series = []
         for system in systems:
             one = mean_curve((r for r in own if r["system"] == system), "rate_per_s", "normalized_s", system)
-            below = [i for i, y in enumerate(one.y) if y <= LIMIT_S]
-            last = max(below, default=-1) + 2  # to where it leaves the panel
-            series.append(Series(system, one.x[:last], one.y[:last], one.half[:last]))
+            series.append(_up_to(one, LIMIT_S))
         curves(axes, series, style=style)
         axes.set_ylim(0, LIMIT_S)
         rule(axes, SIMILAR_S, "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
-from pagedjax.lab.drawing import curves, from_zero, label_axes, mean_curve, panels
+from pagedjax.lab.drawing import colour, curves, from_zero, label_axes, mean_curve, panels, short
 from pagedjax.sim.fleet import Arrivals as Times
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.synth import Arrivals, chat
@@ -90,16 +90,19 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
             series.append(mean_curve(own, "delay_s", column, router))
         curves(axes, series)
         for k, router in enumerate(routers):
-            guess = [
-                r[column]
+            own = [
+                r
                 for r in rows
                 if (r["workload"], r["router"], r["knowledge"]) == (name, router, "approximate")
             ]
-            if guess:
-                axes.plot([200], guess[:1], "x", color=f"C{k}", gid="guess")
+            if own:
+                axes.plot([150], [own[0][column]], "x", color=colour(k), markeredgewidth=1.5, gid="guess")
         axes.set_xscale("symlog", linthresh=0.1)
-        axes.set_xlim(-0.01, 300)
-        label_axes(axes, "delay of reports, s" if i >= len(made) - 2 else "")
+        axes.set_xlim(-0.01, 250)
+        delays = sorted({r["delay_s"] for r in rows if r["knowledge"] == "exact"})
+        axes.set_xticks([*delays, 150], [*map(short, delays), "guess"], fontsize=7)
+        axes.set_xticks([], minor=True)
+        label_axes(axes, "delay of reports, s, or the router's own guess" if i >= len(made) - 2 else "")
     from_zero(*made)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, ratio
-from pagedjax.lab.drawing import Series, curves, from_zero, label_axes, panels
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.fleet import Arrivals, StoreSpec, run_fleet
 
 from ._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, row
@@ -97,6 +97,7 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
         )
         curves(axes, series)
         axes.set_xscale("symlog", linthresh=0.3)
+        at_each(axes, [r["tokens"] / 1e6 for r in rows])
         label_axes(axes, "millions of tokens of each node" if i >= len(made) - 2 else "")
     from_zero(*made)
 

@@ -60,6 +60,11 @@ class _Ends:
     ends: list[tuple[float, float, str, str]] = field(default_factory=list)
 
 
+def colour(number: int) -> str:
+    """Of the curve of a number, for what else belongs to it."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
 def mean_curve(rows: Iterable[TableRow], x: str, y: str, label: str) -> Series:
     """Means of a column over the rows of each x, with the 95 % interval where there are several."""
     groups: dict[float, list[float]] = {}
@@ -131,13 +136,13 @@ def curves(
         one = Series(one.label, [x * shift for x in one.x], one.y, one.half, one.printed)
         first = one.label.split(" =")[0]
         place = number if style is None else style.get(first, number)
-        colour = _COLOURS[place % len(_COLOURS)]
+        ink = colour(place)
         if one.printed:
-            axes.plot(one.x, one.y, "x", color=colour, markersize=6, markeredgewidth=1.5)
+            axes.plot(one.x, one.y, "x", color=ink, markersize=6, markeredgewidth=1.5)
         else:
             look: dict[str, Any] = {
                 "marker": _MARKERS[place % len(_MARKERS)],
-                "color": colour,
+                "color": ink,
                 "linewidth": 1.3,
             }
             look |= {"linestyle": _DASHES[place % len(_DASHES)], "markersize": 3.5 if len(one.x) < 40 else 0}
@@ -145,10 +150,10 @@ def curves(
                 look["marker"] = "None"
             axes.plot(one.x, one.y, **look)
             if any(one.half):
-                look = {"fmt": "none", "ecolor": colour, "elinewidth": 0.9, "capsize": 2}
+                look = {"fmt": "none", "ecolor": ink, "elinewidth": 0.9, "capsize": 2}
                 _whiskers(axes.errorbar(one.x, one.y, yerr=one.half, **look))
         if named:
-            ends.ends.append((one.x[-1], one.y[-1], one.label, colour))
+            ends.ends.append((one.x[-1], one.y[-1], one.label, ink))
 
 
 def _whiskers(drawn: Any) -> None:
@@ -254,26 +259,26 @@ def dots(
     room = max(room, len(series) if len(series) > 1 and key else 0)
     for i, (label, values) in enumerate(series.items()):
         there = [(value, y) for y, value in enumerate(values) if value is not None]
-        colour, marker = _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]
-        hollow = "white" if i % 2 else colour
+        ink, marker = colour(i), _MARKERS[i % len(_MARKERS)]
+        hollow = "white" if i % 2 else ink
         axes.plot(
             [v for v, _ in there],
             [y for _, y in there],
             marker,
-            color=colour,
+            color=ink,
             markersize=4.5,
             markerfacecolor=hollow,
         )
         if key and len(series) > 1 and there:
             high = -1.0 - 0.9 * i
-            axes.plot([0.03], [high], marker, color=colour, markersize=4.5, markerfacecolor=hollow, clip_on=False,
+            axes.plot([0.03], [high], marker, color=ink, markersize=4.5, markerfacecolor=hollow, clip_on=False,
                       transform=axes.get_yaxis_transform(), gid="key")  # fmt: skip
             axes.annotate(
                 label,
                 (0.07, high),
                 xycoords=axes.get_yaxis_transform(),
                 fontsize=TINY,
-                color=colour,
+                color=ink,
                 va="center",
             )
     axes.set_yticks(range(len(names)), names, fontsize=TINY)
@@ -322,11 +327,12 @@ def from_zero(*many: Any) -> None:
 
 
 def rule(axes: Any, y: float, text: str) -> None:
-    """A thin line across a panel, named at its left end."""
+    """A thin line across a panel, named at its left end; after the curves, which say how high the panel is."""
     axes.axhline(y, color="#555555", linewidth=0.7, linestyle=":", gid="rule")
+    below = _share(axes, (axes.get_xlim()[0], y, "", "")) > 0.85
     axes.annotate(
-        text, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
-        fontsize=TINY, color="#555555", va="bottom",
+        text, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, -2 if below else 2),
+        textcoords="offset points", fontsize=TINY, color="#555555", va="top" if below else "bottom",
     )  # fmt: skip
 
 
@@ -346,15 +352,15 @@ def place_names(figure: Any) -> None:
     for waiting in figure.__dict__.pop("pagedjax_ends", {}).values():
         axes = waiting.axes
         tall = axes.get_window_extent().height * 72 / figure.dpi  # points
-        ends = sorted(waiting.ends, key=lambda end: _share(axes, end))
+        ends = sorted(waiting.ends, key=lambda end: (_share(axes, end), end[0]))
         places = [_share(axes, end) * tall for end in ends]
         spots = _apart(places, [1.5 * TINY * (1 + name.count("\n")) for _, _, name, _ in ends], tall)
-        for (x, y, name, colour), spot, place in zip(ends, spots, places):
+        for (x, y, name, ink), spot, place in zip(ends, spots, places):
             right = (1.0, spot / tall)
             moved = abs(spot - place) > 1 or x < axes.get_xlim()[1] * 0.999
-            leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2}
+            leader = {"arrowstyle": "-", "color": ink, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2}
             axes.annotate(
-                name, (x, y), xytext=right, xycoords="data", textcoords=_beside(axes), fontsize=TINY, color=colour,
+                name, (x, y), xytext=right, xycoords="data", textcoords=_beside(axes), fontsize=TINY, color=ink,
                 va="center", ha="left", annotation_clip=False,
                 arrowprops=leader if moved else None,
             )  # fmt: skip

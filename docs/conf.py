@@ -43,6 +43,6 @@ viewcode_line_numbers = True
 
 html_theme = "furo"
 html_title = "pagedjax"
-html_extra_path = ["example"]  # report.html, beside the site's pages
+html_extra_path = ["example"]  # twelve-chats.html, beside the site's pages
 html_copy_source = False
 html_show_sourcelink = False

@@ -12,7 +12,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 
@@ -23,13 +23,13 @@ def test_the_readme_example_of_the_manager_prints_what_it_says(capsys):
     assert capsys.readouterr().out.splitlines() == ["0 no_match 0", "8 below_block_floor 10"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_files_commands_and_targets_exist(page):
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:pagedjax|tests|docs|experiments|examples|requirements)/[\w/.-]+)`", text):
@@ -49,3 +49,13 @@ def test_the_letters_of_the_architecture_page_are_those_of_the_kernels():
         r"\b([A-Z]) (tokens this step|sequences|query heads|KV heads|head dim)", source
     ):
         assert re.search(rf"\b{letter} {meaning}", page), f"{letter} {meaning}"
+
+
+def test_every_page_of_the_site_is_in_a_table_of_contents():
+    docs = ROOT / "docs"
+    named = {"index"}
+    for page in docs.rglob("*.md"):
+        for toctree in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            entries = [line.strip() for line in toctree.splitlines() if line.strip() and line[0] != ":"]
+            named |= {(page.parent / entry).relative_to(docs).as_posix() for entry in entries}
+    assert named == {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")}

@@ -18,6 +18,7 @@ import numpy as np
 from pagedjax.cache import ExtraKeys, InvariantError, PagedManager, TokenChain
 from pagedjax.cache.indexes import IndexFactory
 from pagedjax.cache.policies import PolicyFactory
+from pagedjax.sim.flat_store import FlatStore
 from pagedjax.sim.trace import Trace, TraceRequest
 
 Insert = Literal["prompt", "prompt+output"]
@@ -281,10 +282,11 @@ _SCHEME = _KeysAreNames()
 class PolicyStore:
     """Holds up to `capacity` blocks under any eviction policy and prefix index of `pagedjax.cache`.
 
-    It is the engine's own manager, one request at a time: what it finds and what it evicts is what an engine
-    would that admits a request, computes it whole and releases it before the next. Blocks that lie behind a
-    missing one are computed again. A block more than the capacity holds the token that every request computes
-    after its last block. Of a request larger than the store the front is kept. Time is the request's number.
+    It does what the engine's own manager does, one request at a time: what it finds and what it evicts is what an
+    engine would that admits a request, computes it whole and releases it before the next. Under the hash index, where
+    blocks are found by digest alone, `FlatStore` does it without the manager's books; else it is the manager. Blocks
+    that lie behind a missing one are computed again. A block more than the capacity holds the token that every request
+    computes after its last block. Of a request larger than the store the front is kept. Time is the request's number.
 
     Args:
         capacity: Blocks.
@@ -301,7 +303,9 @@ class PolicyStore:
         if capacity < 1:
             raise ValueError(f"capacity={capacity}: must be at least 1 block")
         self.capacity = capacity
-        self.manager = PagedManager(num_blocks=capacity + 2, block_size=2, index=index, policy=policy)
+        self._flat = FlatStore(capacity + 2, policy) if index == "hash" else None
+        if self._flat is None:
+            self._manager = PagedManager(num_blocks=capacity + 2, block_size=2, index=index, policy=policy)
         self._requests = 0
         self._last: tuple[np.ndarray | None, TokenChain | None] = (None, None)
 
@@ -317,24 +321,30 @@ class PolicyStore:
     @property
     def present(self) -> set[int]:
         """Keys of the blocks that are held."""
+        if self._flat is not None:
+            return self._flat.present
         return {
             int.from_bytes(digest, "little", signed=True)
-            for _, medium, digest in self.manager.resident()
+            for _, medium, digest in self._manager.resident()
             if medium == "device"
         }
 
     def hits(self, keys: np.ndarray) -> int:
-        return self.manager.peek(self._chain(keys)) // 2
+        if self._flat is not None:
+            return self._flat.hits(keys.tolist())
+        return self._manager.peek(self._chain(keys)) // 2
 
     def touch(self, keys: np.ndarray) -> None:
         if not len(keys):
             return
-        manager, chain = (
-            self.manager,
-            self._chain(keys if len(keys) <= self.capacity else keys[: self.capacity]),
-        )
-        manager.now = float(self._requests)
+        kept = keys if len(keys) <= self.capacity else keys[: self.capacity]
+        now = float(self._requests)
         self._requests += 1
+        if self._flat is not None:
+            self._flat.touch(kept.tolist(), now)
+            return
+        manager, chain = self._manager, self._chain(kept)
+        manager.now = now
         hit = manager.begin(0, chain).num_tokens
         if not manager.reserve(0, len(chain) - hit):
             raise InvariantError(

@@ -587,3 +587,17 @@ def test_lirs_promotes_what_comes_back_before_a_low_block():
     _put(policy, [9])  # it is remembered, younger than 8, the low block used longest ago, which falls
     policy.release([9], 2.0)
     assert policy.victim(9, 2.0) == [8, 7, 6, 5, 4, 3, 2, 1, 9]
+
+
+def test_lirs_block_that_falls_while_it_is_in_use_waits_for_its_release():
+    policy = LIRS(11, passing=0.2)
+    _put(policy, list(range(1, 9)))
+    policy.release(list(range(7, 0, -1)), 0.0)
+    for _ in range(2):
+        _put(policy, [9])
+        policy.release([9], 1.0)
+        if policy.victim(1, 1.0) == [9]:
+            policy.remove([9])
+    assert policy.victim(9, 2.0) == [7, 6, 5, 4, 3, 2, 1, 9]
+    policy.release([8], 3.0)
+    assert policy.victim(2, 3.0) == [8, 7]

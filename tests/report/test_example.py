@@ -11,7 +11,7 @@ from pagedjax.cli import main
 from pagedjax.report.record import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "docs" / "example" / "report.html"
+EXAMPLE = ROOT / "docs" / "example" / "twelve-chats.html"
 
 
 def _commands():
@@ -49,10 +49,10 @@ def written(tmp_path_factory):
             assert main([*words, "--quiet"] if words[0] != "report" else words) == 0
         frame = json.loads((folder / "run.jsonl").read_text().splitlines()[0])
         assert frame["version"] == VERSION
-        return (folder / "report.html").read_text(encoding="utf-8")
+        return (folder / "twelve-chats.html").read_text(encoding="utf-8")
 
 
-REMEDY = "docs/example/report.html is old: run the commands of docs/example.md and put the new one there"
+REMEDY = "docs/example/twelve-chats.html is old: run the commands of docs/example.md and put the new one there"
 
 
 def test_the_example_is_what_the_commands_write(written):
@@ -76,4 +76,4 @@ def test_the_example_is_small_and_shows_what_the_text_promises():
     (run,) = _parts(text)[0]["runs"]
     shared = max(state[2] for state in run["counts"])
     assert shared > 0 and run["left"] and any(r["preemptions"] for r in run["requests"])
-    assert "docs/example/report.html" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/example/twelve-chats.html" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedjax.cache import INDEXES, POLICIES, PagedManager, TokenChain
+from pagedjax.cache import INDEXES, POLICIES, InvariantError, PagedManager, TokenChain
 from pagedjax.cache.policies import Belady
+from pagedjax.cache.policies.scored import Scored
 from pagedjax.sim.replay import LRUStore, PolicyStore, replay, stream_refs
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
 
@@ -107,6 +108,37 @@ def test_F004_the_quick_lru_of_a_replay_is_the_engines(seed: int) -> None:
     trace = Trace("tree", "generated", SIZE, True, lambda: iter(requests))
     counted = replay(trace, SIZE, LRUStore(capacity))
     assert counted.hit_blocks == sum(_engine("lru", "hash", capacity, rows, chunk=7))
+
+
+class _AnyOrder(Scored):
+    """Evicts heads and tails alike, so that much is computed anew behind a missing block and stands there twice."""
+
+    def _score(self, block: int, now: float) -> float:
+        return (block * 7919 + now * 31) % 101
+
+
+def test_F004_copies_behind_a_missing_block_are_the_managers() -> None:
+    most = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        capacity = rng.randrange(12, 40)
+        rows = [
+            [2**i + way % 2**i for i in range(rng.randrange(2, 9))] for way in rng.choices(range(8), k=300)
+        ]
+        store, ours = PolicyStore(capacity, _AnyOrder), []
+        for row in rows:
+            ours.append(store.hits(np.array(row)))
+            store.touch(np.array(row))
+            most = max(most, *(len(twins) for twins in store._flat._twins.values()), 0)  # type: ignore[union-attr]
+        assert ours == _engine(_AnyOrder, "hash", capacity, rows, 10**6)
+    assert most > 1, "three copies of a block"
+
+
+def test_F004_a_request_that_names_a_block_twice_is_refused() -> None:
+    store = PolicyStore(9, "lru")
+    store.touch(np.array([1, 1, 2]))
+    with pytest.raises(InvariantError, match="a request of 2 blocks names one twice: its keys are no chain"):
+        store.touch(np.array([1, 1]))
 
 
 @pytest.mark.full

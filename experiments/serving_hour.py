@@ -32,7 +32,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=256, token_budget=8192)
 
 
 def cost(host: str) -> CostModel:
-    """Four H100s as one device, their links free, and Llama-3-8B; host work as the H100 file assumes it, or of a calibrated machine."""
+    """Four H100s as one device, their links free, and Llama-3-8B; host work as the file says, or a calibrated one's."""
     device, other = HardwareSpec.read("h100-80gb").idealised(DEVICES), HardwareSpec.read(host)
     device = replace(device, step_overhead_s=other.step_overhead_s, host_s_per_row=other.host_s_per_row)
     return CostModel(device, read_shape("llama-3-8b"), BLOCK)

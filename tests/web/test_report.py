@@ -4,6 +4,7 @@ Run by `make test-web`; skipped by name where playwright or a Chromium is not th
 """
 
 import itertools
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from pagedjax.models.family_configs import read_shape
 from pagedjax.report.facts import run_facts
 from pagedjax.report.page import page as make_page
 from pagedjax.report.prefix import MODES, SIZES, explorer, hit_tokens
-from pagedjax.report.record import Recorder
+from pagedjax.report.record import Recorder, Replay, read_record
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import chat
@@ -40,8 +41,13 @@ def _record(path, sessions, blocks, turns=3, output_tokens=200):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return run_facts(_record(tmp_path_factory.mktemp("web") / "run.jsonl", 8, 70))
+def record(tmp_path_factory):
+    return _record(tmp_path_factory.mktemp("web") / "run.jsonl", 8, 70)
+
+
+@pytest.fixture(scope="module")
+def run(record):
+    return run_facts(record)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,62 @@ def test_the_pool_at_any_step_is_the_managers(tab, run):
     box = picture.bounding_box()
     tab.mouse.move(box["x"] + 3, box["y"] + 3)
     assert root.locator(".readout").inner_text().startswith("block 1:")
+
+
+def _states(record):
+    """Entry of the page → (references, digests) of the first group, as replaying the frames gives them."""
+    state, states = Replay(), []
+    for frame in read_record(record):
+        state.apply(frame)
+        if frame["frame"] in ("step", "quiet"):
+            states.append(None)
+        if states:
+            states[-1] = dict(state.ref[0]), {block: key.hex()[:8] for block, key in state.keys[0].items()}
+    return states
+
+
+@ONE
+def test_the_block_under_the_pointer_is_the_managers(tab, run, record):
+    states, seen = _states(record), set()
+    slider, canvas = "#pool-0 input.step", tab.locator("#pool-0 canvas")
+    canvas.scroll_into_view_if_needed()
+    for step in range(0, len(states), max(1, len(states) // 12)):
+        tab.evaluate(
+            "([at, i]) => { const s = document.querySelector(at); s.value = i; s.dispatchEvent(new Event('input')); }",
+            [slider, step],
+        )
+        box = canvas.bounding_box()
+        for place in range(9):
+            tab.mouse.move(box["x"] + 9 + (97 * place) % (box["width"] - 18), box["y"] + 4)
+            said = tab.locator("#pool-0 .readout").inner_text()
+            block, owners, content = re.match(
+                r"block (\d+): .*?, (\d+) owners.*\ncontent (.*?),", said
+            ).groups()
+            ref, keys = states[step]
+            assert int(owners) == ref.get(int(block), 0), (step, said)
+            assert content == keys.get(int(block), "not indexed"), (step, said)
+            seen.add((step, int(block)))
+    assert len(seen) >= 100
+
+
+@ONE
+def test_a_click_in_the_chart_opens_that_step_and_play_moves_on(tab, run):
+    over = tab.locator("#series-0 .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    ends = [step[2] + step[3] for step in run["steps"]]
+    for part in (0.2, 0.5, 0.8):
+        tab.mouse.click(box["x"] + part * box["width"], box["y"] + 50)
+        at = int(tab.locator("#pool-0").get_attribute("data-step"))
+        low, high = ends[0], ends[-1]
+        assert abs(ends[at] - (low + part * (high - low))) < 0.1 * (high - low)
+    tab.locator("#pool-0 button", has_text="Play").click()
+    for _ in range(100):  # the content policy lets no predicate in
+        if int(tab.locator("#pool-0").get_attribute("data-step")) > at:
+            break
+        tab.wait_for_timeout(50)
+    assert int(tab.locator("#pool-0").get_attribute("data-step")) > at
+    tab.locator("#pool-0 button", has_text="Stop").click()
 
 
 @ONE

@@ -299,9 +299,9 @@ def compile_step(
     import jax
 
     from pagedjax.config import SchedulerConfig
+    from pagedjax.engine.shapes import Bucket
     from pagedjax.kernels import KVLayout, aot
     from pagedjax.models.decoder import abstract_params
-    from pagedjax.runtime.batch import Bucket
     from pagedjax.runtime.mesh import ONE_DEVICE, DeviceMesh
     from pagedjax.runtime.runner import JaxRunner
 

@@ -14,13 +14,14 @@ from jax.experimental.layout import Format, Layout
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import SharedPrefix, StepResult
+from pagedjax.engine.shapes import Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, native
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
 from pagedjax.runtime.asked import ON_ONE_DEVICE, AskedPrograms, answer_asked
-from pagedjax.runtime.batch import Bucket, Buckets, StepBatch, check_batch, pack, shared_prefixes
+from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.cache import EventLog, ExtraKeys, PagedManager, ResetReport, TokenChain
+from pagedjax.cache import EventLog, ExtraKeys, PagedManager, ReservationManager, ResetReport, TokenChain
 from pagedjax.config import Config
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.managers import make_manager
@@ -255,12 +255,28 @@ class LLM:
         """
         return self.engine.abort(request_id)
 
-    def record(self, path: str | Path, *, text: bool = False) -> Recorder:
+    def new_manager(self) -> PagedManager | ReservationManager:
+        """An empty manager like the engine's own: the same pools, settings and limits, and nobody's blocks.
+
+        For a second engine on the same runner, after the first is done, or for planning a run once more
+        (`pagedjax.sim.play.follow`).
+        """
+        return make_manager(
+            self.config.cache,
+            num_blocks=self.manager.pool_blocks[0],
+            max_model_len=self.max_model_len,
+            groups=self._kv_groups,
+        )
+
+    def record(
+        self, path: str | Path, *, text: bool = False, about: Mapping[str, Any] | None = None
+    ) -> Recorder:
         """Write down what happens from now on; a context manager, closed at the end of its block.
 
         Args:
             path: File to write, JSON lines; gzip where it ends in .gz.
             text: Write the prompts' text, too. Off by default: a record may be shown around.
+            about: More for its first frame, such as the trace's digest and the command.
 
         Raises:
             ValueError: Requests run, or a record is being written already.
@@ -271,13 +287,14 @@ class LLM:
         """
         from pagedjax.report.record import Recorder
 
-        about = {
+        first = {
             "kind": "measured",
             "model": self.model_name,
             "settings": self.config.to_dict(),
             "groups": [group.window for group in self._kv_groups],
+            **(about or {}),
         }
-        return Recorder(path, self.engine, about, decode=self.tokenizer.decode if text else None)
+        return Recorder(path, self.engine, first, decode=self.tokenizer.decode if text else None)
 
     def save_cache(
         self, path: str | Path, prompts: Prompt | Sequence[Prompt], *, extra: ExtraKeys = ExtraKeys()

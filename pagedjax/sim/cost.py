@@ -9,10 +9,14 @@ two are kernels that run one after the other, so each has its own roof: a prompt
 behind the reading of KV. A block that several rows name is read from memory once; each further read of it
 costs the share `shared_read` of one, because caches serve a part. Hardware is a file of `configs/hardware/`, a model is
 its config (`configs/shapes/`); what in a hardware file is no data sheet's says so there.
+
+A file that `pagedjax calibrate` wrote knows what the steps of one model took, program by program (`sim.programs`);
+for that model under those limits they take the place of the roofs.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -20,10 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
+from pagedjax.config import SchedulerConfig
 from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.sharding import Cut
 from pagedjax.paths import shipped_file
+from pagedjax.sim.programs import StepTimes
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class HardwareSpec:
         link_bytes_per_s: From one device to the others of a slice, one way; 0: not known, and there are no slices.
         link_start_s: Until one operation among all of them moves bytes.
         devices: That share the work of a slice, and pay for their links; made by `times`, never read from a file.
+        steps: What the steps of one model took here; None: nobody measured them.
     """
 
     name: str
@@ -60,9 +67,10 @@ class HardwareSpec:
     link_bytes_per_s: float = 0.0
     link_start_s: float = 0.0
     devices: int = 1
+    steps: StepTimes | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
+        for field in fields(self)[1:-1]:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value == float("inf"):
                 raise ValueError(f"{field.name}={value!r}: must be a number")
@@ -99,6 +107,7 @@ class HardwareSpec:
             bytes_per_s=self.bytes_per_s * devices,
             memory_bytes=self.memory_bytes * devices,
             host_bytes_per_s=self.host_bytes_per_s * devices,
+            steps=None,  # those are of one
         )
 
     @classmethod
@@ -122,9 +131,33 @@ class HardwareSpec:
         if missing:
             raise ValueError(f"{path}: must have {', '.join(missing)}; see configs/hardware/ for examples")
         try:
+            if "steps" in values:
+                values["steps"] = StepTimes.from_dict(values["steps"])
             return cls(**values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def write(self, path: str | Path, comments: Sequence[str] = ()) -> None:
+        """Write a TOML file that `read` reads, comments in front.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        lines = [f"# {comment}" for comment in comments]
+        lines += [f"{f.name} = {_toml(getattr(self, f.name))}" for f in fields(self) if f.name not in ("steps", "devices")]
+        if self.steps is not None:
+            tables = self.steps.to_dict()
+            programs = tables.pop("program")
+            inner = {name: tables.pop(name) for name in ("shape", "limits")}
+            for name, table in {"steps": tables, **{f"steps.{k}": v for k, v in inner.items()}}.items():
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+            for program in programs:
+                lines += ["", "[[steps.program]]", *(f"{k} = {_toml(v)}" for k, v in program.items())]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml(value: float | str) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -151,6 +184,7 @@ class CostModel:
         model: The decoder.
         block_size: Tokens per block, for copies.
         itemsize: Bytes of one number, in weights and KV.
+        steps: Measured step times in place of the roofs; `under` puts them here.
 
     Raises:
         ModelError: The hardware is a slice to which the model cannot be dealt out; names the numbers that work.
@@ -160,6 +194,25 @@ class CostModel:
     model: ModelConfig
     block_size: int
     itemsize: int = 2
+    steps: StepTimes | None = None
+
+    def under(self, scheduler: SchedulerConfig) -> CostModel:
+        """This model under such limits: with the hardware's measured steps, where it has those of just this."""
+        steps = self.hardware.steps
+        if steps is not None and steps.differs(self.model, self.block_size, scheduler):
+            steps = None
+        return replace(self, steps=steps)
+
+    def basis(self, scheduler: SchedulerConfig) -> str:
+        """Where step times come from, in words."""
+        if self.steps is not None:
+            return f"measured steps of {len(self.steps.programs)} programs"
+        known = self.hardware.steps
+        return (
+            "roofline"
+            if known is None
+            else (f"roofline: {known.differs(self.model, self.block_size, scheduler)}")
+        )
 
     def __post_init__(self) -> None:
         Cut(self.model, self.hardware.devices, "devices")
@@ -228,6 +281,11 @@ class CostModel:
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds a plan takes."""
+        if self.steps is not None:
+            cow = sum(len(batch.src) for batch in plan.copies.batches if batch.kind == "cow")
+            moved = 2 * cow * self.block_size * self.kv_bytes_per_token
+            memory = self.hardware.bytes_per_s * self.hardware.bandwidth_efficiency
+            return (self.steps.seconds(plan) if plan.rows else 0.0) + self.copy_s(plan) + moved / memory
         return self.seconds(self.work(plan), len(plan.rows), self.copy_s(plan))
 
     def seconds(self, work: Work, rows: int, copy_s: float = 0.0) -> float:
@@ -252,6 +310,8 @@ class CostModel:
         Returns:
             f64[count].
         """
+        if self.steps is not None:
+            return self.steps.decode_seconds(rows, cached, count)
         spec, model = self.hardware, self.model
         compute = spec.flops_per_s * spec.compute_efficiency
         memory = spec.bytes_per_s * spec.bandwidth_efficiency
@@ -283,7 +343,8 @@ def calibrate(
     """Fit efficiencies and host times to measured steps; the peaks stay.
 
     Which roof bounds a step depends on the efficiencies, so both are settled in turn: assign steps to a
-    roof, solve the linear least squares that is left, assign again. A roof that the steps do not show (more of its work
+    roof, solve the linear least squares of relative errors that is left (a step of milliseconds counts as
+    much as one of a second), assign again. A roof that the steps do not show (more of its work
     would take less time, as where all weights lie in a cache) is taken out, with efficiency 1, and a host time per row
     that comes out negative is 0.
 
@@ -343,10 +404,10 @@ def _settle(
         under = [np.where(bound, compute, 0.0).sum(axis=0), np.where(bound, 0.0, memory).sum(axis=0)]
         columns = np.stack([np.ones(len(rows)), rows, *under], axis=1)
         used = np.asarray(columns.any(axis=0))
-        fit = _solve(columns, seconds, used)
+        fit = _solve(columns / seconds[:, None], used)
         if fit[1] < 0:  # rows cost nothing that these steps could show
             used[1] = False
-            fit = _solve(columns, seconds, used)
+            fit = _solve(columns / seconds[:, None], used)
         # A roof that bounds no step keeps its scale.
         scale_c, scale_m = float(fit[2]) if used[2] else scale_c, float(fit[3]) if used[3] else scale_m
         if np.array_equal(bound, compute * scale_c > memory * scale_m):
@@ -354,8 +415,8 @@ def _settle(
     return float(fit[0]), float(fit[1]), scale_c, scale_m
 
 
-def _solve(columns: np.ndarray, seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Least squares over the used columns; 0 for the others."""
+def _solve(columns: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Least squares to 1 over the used columns; 0 for the others."""
     fit = np.zeros(columns.shape[1])
-    fit[used] = np.linalg.lstsq(columns[:, used], seconds, rcond=None)[0]
+    fit[used] = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)[0]
     return fit

@@ -31,6 +31,8 @@ COMMANDS = {
     "curve": "pagedjax.cli.curve",
     "advise": "pagedjax.cli.advise",
     "simulate": "pagedjax.cli.simulate",
+    "run": "pagedjax.cli.run",
+    "calibrate": "pagedjax.cli.calibrate",
     "sweep": "pagedjax.cli.sweep",
     "fleet": "pagedjax.cli.fleet",
     "report": "pagedjax.cli.report",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,11 @@ def texts(name: str) -> Texts:
     path = Path(name)
     if path.is_file() and path.suffix != ".gguf":
         return _from_json(path)
-    tokenizer = _of_model(name)
+    return texts_of(_of_model(name))
+
+
+def texts_of(tokenizer: Any) -> Texts:
+    """A model's tokenizer, as traces need it."""
 
     def chat(messages: list[dict[str, Any]], tools: list[Any]) -> str:
         # A template that does not use the tools refuses them.
@@ -157,6 +161,12 @@ class Opener:
     def texts(self) -> Texts:
         """The tokenizer that was asked for."""
         return texts(self.tokenizer)
+
+    def using(self, tokenizer: Any, name: str) -> Opener:
+        """The same options with the tokenizer of a model that is loaded already."""
+        opener = replace(self, tokenizer=name)
+        vars(opener)["texts"] = texts_of(tokenizer)  # where the cached property keeps it
+        return opener
 
     @property
     def unit(self) -> str:

@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -255,7 +255,7 @@ class _Play:
             finished_s=finished,
             num_input=len(request.tokens),
             num_output=max(sum(len(o.token_ids) for o in output.outputs), 1),
-            num_cached=output.num_cached_tokens,
+            num_cached=output.num_cached_tokens if request.known else None,
             num_preemptions=output.num_preemptions,
             reason=str(output.outputs[0].finish_reason),
         )
@@ -302,18 +302,20 @@ def play(
     engine: Engine,
     *,
     until_s: float = math.inf,
+    in_flight: int = 0,
     hash_plans: bool = False,
     keep: bool = False,
     on_record: Callable[[RequestRecord], None] | None = None,
     on_refused: Callable[[str, str], None] = lambda name, why: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Played:
-    """Play requests on an engine, open loop: each comes at its time, by the engine's clock.
+    """Play requests on an engine: each comes at its time, by the engine's clock, or when another has ended.
 
     Args:
         requests: In order of arrival.
         engine: Idle; fresh, where plans are to be compared.
         until_s: Stop then; what still runs is aborted and not counted.
+        in_flight: A closed loop, as in `simulate`: so many requests at once; 0: each at its time.
         hash_plans: Hash all plans; its time is no step's.
         keep: Keep the timeline that `follow` needs.
         on_record: Gets each record in place of the result, which then keeps none.
@@ -332,9 +334,11 @@ def play(
         following = next(coming, None)
         run.zero = engine.now  # reading the first of a file is no part of the run
         while (following is not None or engine.has_work) and run.now < until_s:
-            while following is not None and following.arrival_s <= run.now:
+            while following is not None and (
+                len(run.live) < in_flight if in_flight else following.arrival_s <= run.now
+            ):
                 try:
-                    run.add(following)
+                    run.add(replace(following, arrival_s=run.now) if in_flight else following)
                 except ValueError as error:
                     run.played.result.refused += 1
                     on_refused(following.name, str(error))

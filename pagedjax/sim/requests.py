@@ -29,6 +29,7 @@ class PlayRequest:
         sampling: How it is decoded.
         answer: i32[m], what its first sample is to answer; None: what the model says.
         cut: Tokens that were cut off prompt and answer.
+        known: The trace says which prefixes the prompt shares with others.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlayRequest:
     sampling: SamplingParams
     answer: np.ndarray | None = None
     cut: tuple[int, int] = (0, 0)
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class PlayRequests:
             sampling=sampling,
             answer=answer[:kept] if answer is not None and len(answer) >= kept else None,
             cut=(len(prompt) - len(kept_prompt), length - kept),
+            known=request.token_ids is not None or request.granule_ids is not None,
         )
 
     def _tokens(self, number: int, request: TraceRequest) -> tuple[np.ndarray, np.ndarray | None]:

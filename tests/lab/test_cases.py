@@ -277,6 +277,7 @@ def test_an_outside_policy_and_a_hardware_file_run_in_worker_processes(
 AWAITED: set[str] = {
     "decoded-sharing",
     "disaggregation",
+    "engine-simulator",
     "eviction-policies",
     "hot-prefix",
     "latency-rate",

@@ -114,7 +114,7 @@ def command(
         warm(llm)
     played, out = _play(common, llm, trace, requests, serving, total, record_text, keep=cost is not None)
     if cost is None:
-        publish(common, serving, out, _show)
+        publish(serving, out, _show, as_json=common.as_json)
         return
     from pagedjax.bench.beside import beside
 
@@ -134,7 +134,7 @@ def command(
         theirs = document(trace, cost.hardware.name, serving, tally, found.result, found.manager)
         theirs["cost"] = found.basis
     out["simulated"], out["beside"] = theirs, _comparison(found)
-    publish(common, serving, out, _show_both)
+    publish(serving, out, _show_both, as_json=common.as_json)
 
 
 def _hardware(name: str | None) -> HardwareSpec | None:

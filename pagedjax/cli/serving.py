@@ -252,13 +252,13 @@ def show(out: dict[str, Any]) -> None:
 
 
 def publish(
-    common: Common, serving: Serving, found: dict[str, Any], shown: Callable[[dict[str, Any]], None]
+    serving: Serving, found: dict[str, Any], shown: Callable[[dict[str, Any]], None], *, as_json: bool
 ) -> None:
     """Print what was found, for people or as JSON, and write it down where that was asked for."""
     if serving.out is not None:
         text = json.dumps(found, indent=2, ensure_ascii=False)
         serving.out.write_text(text + "\n", encoding="utf-8")
-    if common.as_json:
+    if as_json:
         emit_json(found)
     else:
         shown(found)

@@ -117,9 +117,10 @@ def command(
     spec = _spec(common, options)
     trace = serving.arranged(open_file(file))
     if find_rate:
-        publish(common, serving, _search(common, trace, spec, serving, options, share), _show_rate)
+        found, shown = _search(common, trace, spec, serving, options, share), _show_rate
     else:
-        publish(common, serving, _run(common, trace, spec, serving, options), show)
+        found, shown = _run(common, trace, spec, serving, options), show
+    publish(serving, found, shown, as_json=common.as_json)
 
 
 def _spec(common: Common, options: dict[str, Any]) -> InstanceSpec:

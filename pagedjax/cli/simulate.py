@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click

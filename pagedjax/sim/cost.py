@@ -144,7 +144,11 @@ class HardwareSpec:
             OSError: The file cannot be written.
         """
         lines = [f"# {comment}" for comment in comments]
-        lines += [f"{f.name} = {_toml(getattr(self, f.name))}" for f in fields(self) if f.name not in ("steps", "devices")]
+        lines += [
+            f"{f.name} = {_toml(getattr(self, f.name))}"
+            for f in fields(self)
+            if f.name not in ("steps", "devices")
+        ]
         if self.steps is not None:
             tables = self.steps.to_dict()
             programs = tables.pop("program")

@@ -52,7 +52,9 @@ def written(tmp_path_factory):
         return (folder / "twelve-chats.html").read_text(encoding="utf-8")
 
 
-REMEDY = "docs/example/twelve-chats.html is old: run the commands of docs/example.md and put the new one there"
+REMEDY = (
+    "docs/example/twelve-chats.html is old: run the commands of docs/example.md and put the new one there"
+)
 
 
 def test_the_example_is_what_the_commands_write(written):

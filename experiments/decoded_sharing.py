@@ -21,7 +21,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine.request import SamplingParams
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
-from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, mean_curve, panels
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace, TraceRequest
@@ -184,16 +184,22 @@ def _value(column: str, method: str, width: int, decoder: str) -> Value:
 
 
 def _plot(rows: list[TableRow], figure: Any) -> None:
-    """Share of blocks saved by sharing between beams or samples: decoded by a model, simulated, and printed."""
+    """Share of blocks saved by sharing between beams or samples: decoded by a model (16 requests), simulated over draws of 16, and printed."""
     made = panels(figure, list(PRINTED), columns=2, share_y=True)
     for (method, printed), axes in zip(PRINTED.items(), made):
-        own = [r for r in rows if r["method"] == method and "memory_saved" in r]
-        widths = [r["width"] for r in own]
+        own = [r for r in rows if r["method"] == method]
+        decoded = [r for r in own if "memory_saved" in r]
+        widths = sorted({*printed, *(r["width"] for r in own)})
         curves(
             axes,
             [
-                Series("decoded", widths, [r["memory_saved"] for r in own]),
-                Series("simulated", widths, [r["simulated_saved"] for r in own]),
+                Series("decoded", [r["width"] for r in decoded], [r["memory_saved"] for r in decoded]),
+                mean_curve(
+                    (r for r in own if r["decoder"] == "none"),
+                    "width",
+                    "simulated_saved",
+                    f"simulated, {DRAWS} draws",
+                ),
                 Series("paper", list(printed), list(printed.values()), printed=True),
             ],
         )

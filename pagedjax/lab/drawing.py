@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from pagedjax.lab.claims import Estimate, TableRow
 
 # Dark to light and back, of hues that most colour-blind readers tell apart (Okabe and Ito's, two of them darker).
+# Curves that differ by less, relatively, at every point lie under one another.
+HIDDEN = 0.01
 _COLOURS = (
     "#000000",
     "#0072b2",
@@ -124,7 +127,7 @@ def curves(
 
     Args:
         axes: A panel.
-        series: Those without a point are left out; equal ones become one.
+        series: Those without a point are left out; equal ones become one, and so do those within a hundredth (≈).
         named: Names beside the curves; off in the second and later panels of equal series.
         style: Label → number of its style, so that a name looks alike in all panels.
         dodge: Factor of x from one curve to the next, which sets their intervals side by side on a log axis.
@@ -134,7 +137,7 @@ def curves(
     for number, one in enumerate(merged):
         shift = dodge ** (number - (len(merged) - 1) / 2)
         one = Series(one.label, [x * shift for x in one.x], one.y, one.half, one.printed)
-        first = one.label.split(" =")[0]
+        first = re.split(" [=≈]", one.label)[0]
         place = number if style is None else style.get(first, number)
         ink = colour(place)
         if one.printed:
@@ -163,7 +166,7 @@ def _whiskers(drawn: Any) -> None:
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Without empty ones; those with equal points under one name."""
+    """Without empty ones; those with equal points, or too near to be told apart, under one name."""
     kept: list[Series] = []
     for one in series:
         if not len(one.y):
@@ -175,7 +178,7 @@ def _merged(series: Sequence[Series]) -> list[Series]:
                 if not other.printed
                 and not one.printed
                 and list(other.x) == list(one.x)
-                and _equal(other.y, one.y)
+                and _equal(other.y, one.y, HIDDEN)
             ),
             None,
         )
@@ -183,13 +186,14 @@ def _merged(series: Sequence[Series]) -> list[Series]:
             kept.append(one)
         else:
             old = kept[twin]
-            joint = " =\n" if old.label.count(" =") % 3 == 2 else " = "
+            sign = "=" if _equal(old.y, one.y, 1e-9) else "≈"
+            joint = f" {sign}\n" if len(re.findall(" [=≈]", old.label)) % 3 == 2 else f" {sign} "
             kept[twin] = Series(f"{old.label}{joint}{one.label}", old.x, old.y, old.half)
     return kept
 
 
-def _equal(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(math.isclose(p, q, rel_tol=1e-9, abs_tol=1e-12) for p, q in zip(a, b))
+def _equal(a: Sequence[float], b: Sequence[float], share: float) -> bool:
+    return all(math.isclose(p, q, rel_tol=share, abs_tol=1e-12) for p, q in zip(a, b))
 
 
 def bars(

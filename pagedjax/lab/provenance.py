@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -96,20 +96,69 @@ def package_sources() -> TableRow:
 
 
 def work_of(path: Path) -> str:
-    """An experiment's text without its docstring and its `EXPERIMENT`: no row depends on claims, notes or labels.
+    """The statements of an experiment that its units and its run need; of a file without an `EXPERIMENT`, all.
 
-    What of these is said beside the rows (kind, definition) stands in the header itself.
+    No row depends on docstrings, claims, notes or plots. What of these is said beside the rows (kind, definition)
+    stands in the header itself.
     """
     text = path.read_text(encoding="utf-8")
+    nodes = ast.parse(text).body
+    if isinstance(nodes[0], ast.Expr):
+        del nodes[0]
+    makers = [
+        keyword.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _names(node) == {"EXPERIMENT"}
+        for keyword in node.value.keywords
+        if keyword.arg in ("units", "run")
+    ]
+    if makers:
+        nodes = _reached(nodes, makers)
     lines = text.splitlines()
-    for node in reversed(ast.parse(text).body):
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.lineno == 1
-        named = isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == [
-            "EXPERIMENT"
-        ]
-        if docstring or named:
-            del lines[node.lineno - 1 : node.end_lineno]
-    return "\n".join(lines)
+    return "\n".join(_text(node, lines) for node in nodes)
+
+
+def _text(node: ast.stmt, lines: Sequence[str]) -> str:
+    """Of a statement, decorators and all; of an import, whatever its layout, a line."""
+    if isinstance(node, ast.ImportFrom):
+        names = ", ".join(sorted(f"{alias.name} as {alias.asname or alias.name}" for alias in node.names))
+        return f"from {'.' * node.level}{node.module or ''} import {names}"
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return "\n".join(lines[first - 1 : node.end_lineno])
+
+
+def _reached(nodes: list[ast.stmt], roots: Sequence[ast.AST]) -> list[ast.stmt]:
+    """Those statements of a module that the roots need, by the names they use; one that defines nothing is needed."""
+    nodes = [single for node in nodes for single in _one_name_each(node)]
+    needed: list[ast.stmt] = []
+    queue: list[ast.AST] = [*(node for node in nodes if not _names(node)), *roots]
+    while queue:
+        root = queue.pop()
+        if isinstance(root, ast.stmt):
+            needed.append(root)
+        used = {node.id for node in ast.walk(root) if isinstance(node, ast.Name)}
+        queue += [node for node in nodes if node not in needed and node not in queue and _names(node) & used]
+    return [node for node in nodes if node in needed]
+
+
+def _one_name_each(node: ast.stmt) -> list[ast.stmt]:
+    """An import of several names as several imports; anything else as it is."""
+    if isinstance(node, ast.ImportFrom):
+        return [ast.ImportFrom(node.module, [alias], node.level) for alias in node.names]
+    return [node]
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """What a statement at the top of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    found = [name for target in targets if target is not None for name in ast.walk(target)]
+    return {name.id for name in found if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
 
 
 def own_files(name: str) -> list[Path]:

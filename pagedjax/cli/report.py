@@ -69,6 +69,8 @@ def command(
             raise click.BadParameter("--policy belady: is no policy but a bound, which is shown anyway")
         PolicyStore(1, name)  # a name that does not exist is refused before anything is read
     shown = [facts for path in runs for facts in read_runs(path, instances)]
+    if instances and not any(facts.get("fleet") for facts in shown):
+        raise click.UsageError(f"--instance {instances[0]}: no record is of a fleet; leave it out")
     curves, checkups = [], []
     for path in traces:
         trace = open_file(path)

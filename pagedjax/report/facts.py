@@ -64,8 +64,6 @@ def run_facts(path: str | Path) -> dict[str, Any]:
         RecordError: No record, or one of more frames than a page can hold.
         OSError: The file cannot be read.
     """
-    if next(iter(read_record(path))).get("fleet"):
-        raise RecordError(f"{path}: is of a fleet; read it with read_runs")
     return facts(read_record(path), str(path))
 
 
@@ -99,10 +97,13 @@ def facts(frames: Iterable[Frame], name: str) -> dict[str, Any]:
 
 def notebook(record: Record) -> str:
     """What a notebook shows of a record: what ran, the pool over the run's clock, whose first token took longest.
+    Of a fleet's: how busy each instance was over time, and what it did.
 
     A record that cannot be read, or has too many frames, shows the reason.
     """
     try:
+        if next(iter(record)).get("fleet"):
+            return _fleet_card(record)
         run = facts(record, str(record.path))
     except (RecordError, OSError) as error:
         return show.card("Record", show.note(str(error)))
@@ -144,6 +145,40 @@ def notebook(record: Record) -> str:
     )
 
 
+def _fleet_card(record: Record) -> str:
+    from pagedjax.report.fleet import fleet_facts
+
+    fleet = fleet_facts(record.path)
+    width = fleet["span"] / fleet["bins"]
+    series = {
+        line["name"]: [
+            ((i + 0.5) * width, value) for i, value in enumerate(line["busy"]) if value is not None
+        ]
+        for line in fleet["instances"][:5]
+    }
+    routed = {
+        line["name"]: sum(n for to, _, n in fleet["chosen"] if to == line["name"])
+        for line in fleet["instances"]
+    }
+    rows = [
+        {
+            "instance": line["name"],
+            "role": line["role"],
+            "requests": routed[line["name"]],
+            "steps": line["steps"],
+            "joined, s": line["joined"],
+            "gone": line["why"],
+        }
+        for line in fleet["instances"]
+    ]
+    return show.card(
+        f"Record {record.path.name}",
+        show.note(f"a fleet of {len(rows)}: {fleet['num_requests']:,} requests, {fleet['span']:.4g} s"),
+        show.lines(series, x="seconds", y="busy share"),
+        show.table(rows),
+    )
+
+
 class _Reader:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -166,6 +201,10 @@ class _Reader:
     def take(self, frame: Frame) -> None:
         kind = frame["frame"]
         if kind == "run":
+            if frame.get("fleet"):
+                raise RecordError(
+                    f"{self.name}: is of a fleet; `read_runs` reads it, `instance_frames` one instance"
+                )
             self.about = frame
         elif kind == "add":
             line = RequestLine(frame["id"], frame["t"], frame["prompt"], frame["max_new"], frame["n"])

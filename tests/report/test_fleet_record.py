@@ -8,9 +8,9 @@ from pagedjax.cache import PagedManager
 from pagedjax.cli import cli
 from pagedjax.config import SchedulerConfig
 from pagedjax.models.family_configs import read_shape
-from pagedjax.report.facts import facts, read_runs
+from pagedjax.report.facts import facts, read_runs, run_facts
 from pagedjax.report.fleet import FleetRecorder, fleet_facts, instance_frames
-from pagedjax.report.record import RecordError, replay
+from pagedjax.report.record import RecordError, read_record, replay
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.fleet import Change, InstanceSpec, LinkSpec, StoreSpec, run_fleet
 from pagedjax.sim.synth import chat
@@ -123,6 +123,14 @@ def test_instances_are_chosen_by_name(recorded, tmp_path):
     assert [run["name"] for run in read_runs(path, ["c"])] == [str(path), f"{path}: instance c"]
     with pytest.raises(RecordError, match="--instance x: there are a, b, c"):
         read_runs(path, ["x"])
+
+
+def test_a_notebook_shows_a_fleet_and_one_engine_is_none(recorded):
+    path = recorded[0]
+    html = read_record(path)._repr_html_()
+    assert "a fleet of" in html and all(f">{name}<" in html for name in "abc") and "<script" not in html
+    with pytest.raises(RecordError, match="is of a fleet"):
+        run_facts(path)
 
 
 def test_the_command_records_a_fleet_and_shows_it(tmp_path, monkeypatch):

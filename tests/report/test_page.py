@@ -160,6 +160,9 @@ def test_the_command_writes_a_page_and_refuses_what_shows_nothing(record, tmp_pa
         ([], "give --run RECORD or --trace FILE"),
         (["--run", str(record), "--policy", "lfu"], "are of traces"),
         (["--run", str(trace)], "t.jsonl:1: no frame of a record"),
+        (["--run", str(record), "--instance", "h0"], "no record is of a fleet"),
+        (["--trace", str(trace), "--policy", "belady"], "is no policy but a bound"),
+        (["--trace", str(trace), "--policy", "lruu"], "lruu"),
     ):
         refused = CliRunner().invoke(cli, ["report", str(tmp_path / "p.html"), *arguments])
         assert refused.exit_code != 0

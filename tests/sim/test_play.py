@@ -344,7 +344,7 @@ def test_a_file_gives_the_steps_back_and_they_serve_their_engine_only(tmp_path: 
         assert cost.under(other).steps is None and "measured with" in cost.basis(other)
     assert "block_size=4, this has 8" in replace(cost, block_size=8).under(limits).basis(limits)
     assert "num_layers=30" in replace(cost, model=read_shape("opt-13b")).under(limits).basis(limits)
-    assert CostModel(spec.times(2), SHAPE, SIZE).under(limits).steps is None
+    assert CostModel(spec.idealised(2), SHAPE, SIZE).under(limits).steps is None
     text = path.read_text()
     edits = (
         ("s_per_row = 3e-05", "s_per_row = -1.0"),

@@ -240,6 +240,7 @@ def _skips_alike(seed: int) -> tuple[int, int]:
         host_blocks=host,
         num_blocks=1 + -(-one(100, 100, 250) // block_size),
     )
+    loop = one(0, 0, 0, 1, 5)
     runs, stats = [], []
     for skip in (False, True):
         manager = PagedManager(block_size=block_size, **settings)
@@ -252,13 +253,18 @@ def _skips_alike(seed: int) -> tuple[int, int]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scheduler, "schedule", counted)
-            run = simulate(
-                _trace(rows), manager, cost, config, max_model_len=MAX_LEN, until_s=until, skip=skip
-            )
+            times = dict(max_model_len=MAX_LEN, until_s=until, in_flight=loop)
+            run = simulate(_trace(rows), manager, cost, config, skip=skip, **times)  # type: ignore[arg-type]
         manager.check_invariants()
         runs.append((run, len(planned)))
         stats.append(vars(manager.stats))
     (plain, all_steps), (skipped, some_steps) = runs
+    if loop and until == math.inf and plain.records:  # never more than so many at once
+        marks = sorted(
+            [(r.arrival_s, 1) for r in plain.records] + [(r.finished_s, -1) for r in plain.records]
+        )
+        levels = np.cumsum([change for _, change in marks])
+        assert levels.max() <= min(loop, len(plain.records)), f"workload {seed}"
     assert plain.records == skipped.records, f"workload {seed}"
     assert stats[0] == stats[1], f"workload {seed}"
     assert (plain.num_steps, plain.refused) == (skipped.num_steps, skipped.refused), f"workload {seed}"

@@ -39,8 +39,10 @@ def render_chat(
     import jinja2
     from jinja2 import meta
 
-    from pagedjax.models.template_limits import bounded
+    from pagedjax.models.template_limits import MOST_SOURCE, bounded
 
+    if len(template) > MOST_SOURCE:
+        raise ValueError(f"chat template of {len(template):,} characters: must have at most {MOST_SOURCE:,}")
     env = _environment()
     try:
         tree = env.parse(template)

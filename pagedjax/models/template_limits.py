@@ -10,6 +10,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
+MOST_SOURCE = 1 << 17  # characters of a template; published ones have some thousands
 MOST_TEXT = 1 << 24  # characters of a prompt, and of any text or list on the way to it
 MOST_STEPS = 1_000_000  # numbers that all of a template's ranges give together
 _MOST_BITS = 1 << 12  # of a number

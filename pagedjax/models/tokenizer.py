@@ -274,6 +274,8 @@ def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
         ModelError: The file is not there, too long, not an object, or gives a key twice.
     """
     try:
+        if path.is_fifo():
+            raise ModelError(f"{path.name}: is a pipe: must be a file; save it first")
         with open(path, "rb") as file:
             raw = file.read(limit + 1)
         if len(raw) > limit:

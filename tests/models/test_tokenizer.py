@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import struct
 
 import pytest
@@ -140,14 +141,22 @@ ENDLESS = {
     "{{ lipsum(n=100000) }}": "'lipsum' is undefined",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "unsafe",
+    "{{ messages }}" * 20_000: "chat template of 280,000 characters: must have at most 131,072",
+    "{% if a %}" * 500 + "{% endif %}" * 500: "RecursionError",
 }
 
 
-@pytest.mark.parametrize("template", ENDLESS)
+@pytest.mark.parametrize("template", ENDLESS, ids=lambda template: template[:50])
 def test_a_template_neither_fills_the_memory_nor_runs_for_ever(template):
-    with pytest.raises(ValueError, match="chat template: ") as caught:
+    with pytest.raises(ValueError, match="chat template") as caught:
         render_chat(template, [{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert ENDLESS[template] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_no_file_of_a_model(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json: is a pipe: must be a file; save it first"):
+        read_json(tmp_path / "config.json")
 
 
 def test_what_published_templates_do_is_within_the_bounds():

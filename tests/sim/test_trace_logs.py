@@ -5,6 +5,7 @@
 import bz2
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,15 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
     assert len(err) < 1500
+
+
+def test_a_pipe_is_refused_before_anybody_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "t.jsonl")
+    for command in (["trace", "info"], ["simulate"], ["curve"], ["advise"]):
+        assert main([*command, str(tmp_path / "t.jsonl")]) == 2
+        assert "a pipe: traces are read more than once; save it to a file first" in capsys.readouterr().err
 
 
 def test_what_was_answered_is_found_by_the_next_turn(tmp_path: Path) -> None:

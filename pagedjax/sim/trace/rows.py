@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pagedjax.paths import AnyPath
@@ -22,9 +23,11 @@ def rows_of(path: AnyPath) -> Callable[[], Rows]:
     """How to open a file's rows, chosen by its name or its first character.
 
     Raises:
-        TraceError: It holds nothing, or neither name nor first character tells what it is.
+        TraceError: It holds nothing, or neither name nor first character tells what it is; or it is a pipe.
         OSError: It cannot be opened.
     """
+    if isinstance(path, Path) and path.is_fifo():
+        fail(path, 1, "a pipe", "traces are read more than once; save it to a file first")
     suffixes = {suffix.lower() for suffix in path.suffixes}
     if ".parquet" in suffixes:
         return lambda: _parquet(path)

@@ -184,7 +184,9 @@ def _value(column: str, method: str, width: int, decoder: str) -> Value:
 
 
 def _plot(rows: list[TableRow], figure: Any) -> None:
-    """Share of blocks saved by sharing between beams or samples: decoded by a model (16 requests), simulated over draws of 16, and printed."""
+    """Share of blocks saved by sharing between beams or samples: decoded by a model (16 requests), simulated over
+    draws of 16, and printed.
+    """
     made = panels(figure, list(PRINTED), columns=2, share_y=True)
     for (method, printed), axes in zip(PRINTED.items(), made):
         own = [r for r in rows if r["method"] == method]

@@ -141,8 +141,8 @@ EXPERIMENT = Experiment(
     plot=_plot,
     open=("policy", "index"),
     note=(
-        "the two find the same while the policy's order keeps heads younger than tails (LRU with tail-first release; cost) "
-        "or little is evicted. A radix tree gives up leaves only, a hash chain may lose a block in the middle, behind "
-        "which nothing is found; the tight pool shows by how much"
+        "the two find the same while the policy's order keeps heads younger than tails (LRU with tail-first release; "
+        "cost) or little is evicted. A radix tree gives up leaves only, a hash chain may lose a block in the middle, "
+        "behind which nothing is found; the tight pool shows by how much"
     ),
 )

@@ -25,7 +25,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 nb_execution_mode = "force"
-nb_execution_timeout = 120
+nb_execution_timeout = 600  # seconds of a cell: a machine may have other work
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_show_tb = True

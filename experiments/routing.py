@@ -165,7 +165,7 @@ EXPERIMENT = Experiment(
         "the gateway's figures come without the card's memory. With all of an 80 GB card's, two prompts of a "
         "group that round robin sends to one replica nearly always find each other, and it hits half; where "
         "the KV pool holds some 40,000 tokens, as beside an 8B model on 24 GB, the running requests push most "
-        "prefixes out before they come again, and both the hit rate of round robin and the gain in throughput "
-        "are near the printed ones"
+        "prefixes out before they come again, and the hit rate of round robin is the printed one. That of the "
+        "first form, and the gain, hang on how many prompts are computed at once: fleet-conditions"
     ),
 )

@@ -141,4 +141,5 @@ EXPERIMENT = Experiment(
     run=_run,
     plot=_plot,
     data=(CONVERSATION, SYNTHETIC),
+    note="how much a pool brings hangs on how requests are spread over the nodes: fleet-conditions",
 )

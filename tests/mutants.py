@@ -49,6 +49,7 @@ EXAMPLES, SNAPSHOT = "cache/test_examples.py", "runtime/test_snapshot.py"
 SENSITIVITY = "runtime/test_sensitivity.py::test_copies_that_write_constants_change_tokens"
 SERVED = "explore/test_server.py"
 FLEET, ROUTING = "sim/test_fleet.py", "sim/test_routing.py"
+PLAY = "sim/test_play.py"
 CONSERVE = f"{FLEET}::test_fleets_conserve"
 WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
 EXTEND = "                self._extend(state, group, max(new, 0), copies)\n"
@@ -314,6 +315,42 @@ MUTANTS = (
         "return math.fsum(late) / len(late) >= 2 * math.fsum(early) / len(early)",
         "return False",
         (f"{ROUTING}::test_judge_agrees",),
+    ),
+    Mutant(
+        "play: requests come before their time",
+        "else following.arrival_s <= run.now",
+        "else following.arrival_s <= run.now + 1",
+        (f"{PLAY}::test_play_on_a_virtual_clock_is_simulate",),
+    ),
+    Mutant(
+        "play: any plan passes for the run's",
+        "if digest != timeline.digests[at]:",
+        "if not digest:",
+        (f"{PLAY}::test_a_run_is_planned_the_same_once_more",),
+    ),
+    Mutant(
+        "calibrate: rates below 0",
+        "        if not (x < 0).any():",
+        "        if True:",
+        (f"{PLAY}::test_a_rate_that_steps_do_not_show_is_0",),
+    ),
+    Mutant(
+        "calibrate: spikes weigh as they stand",
+        "off = np.abs(seconds / fitted - 1)",
+        "off = np.ones(len(columns))",
+        (f"{PLAY}::test_spikes_of_a_busy_machine_move_nothing",),
+    ),
+    Mutant(
+        "calibrate: skipped steps read what the first read",
+        "keys = cached + rows * np.arange(1, count + 1)",
+        "keys = cached + rows * np.ones(count)",
+        (f"{PLAY}::test_measured_steps_on_a_simulated_clock_skip_as_they_plan",),
+    ),
+    Mutant(
+        "calibrate: steps of another engine count",
+        "if steps is not None and steps.differs(self.model, self.block_size, scheduler):",
+        "if steps is None:",
+        (f"{PLAY}::test_a_file_gives_the_steps_back_and_they_serve_their_engine_only",),
     ),
 )
 

@@ -78,14 +78,17 @@ def _seconds(plan: StepPlan) -> float:
     return 0.1 + 0.01 * plan.num_tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_play_on_a_virtual_clock_is_simulate(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "in_flight"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 6)])
+def test_play_on_a_virtual_clock_is_simulate(seed: int, in_flight: int) -> None:
     trace = _workload(seed)
     given = _trace([replace(r, output_ids=np.full(r.num_output, 7, np.int32)) for r in trace])
     engine, clock = _virtual(_seconds)
-    played = play(PlayRequests(given, VOCAB), engine, hash_plans=True, sleep=_sleep(clock))
+    requests = PlayRequests(given, VOCAB)
+    played = play(requests, engine, in_flight=in_flight, hash_plans=True, sleep=_sleep(clock))
     manager = PagedManager(num_blocks=BLOCKS, block_size=SIZE)
-    ours = simulate(given, manager, _seconds, LIMITS, max_model_len=LONGEST, hash_plans=True)
+    ours = simulate(
+        given, manager, _seconds, LIMITS, max_model_len=LONGEST, hash_plans=True, in_flight=in_flight
+    )
     assert played.result.plan_hash == ours.plan_hash
     assert len(played.result.records) == len(ours.records) == 14
     for mine, theirs in zip(played.result.records, ours.records):
@@ -190,7 +193,11 @@ def test_a_run_is_planned_the_same_once_more(real_runner: Any, case: str) -> Non
         rows = list(trace)
         told = [i for i, row in enumerate(rows) if row.output_ids is not None]
         assert told and all(timeline.answers[str(i), 0] == rows[i].output_ids.tolist() for i in told)
-    # The judge can tell: the first request comes a step later than it did.
+    # The judge can tell: under other limits, and where the first request comes a step later than it did.
+    other = follow(
+        timeline, manager(), replace(limits, token_budget=9), lambda plan: 1.0, max_model_len=LONGEST
+    )
+    assert not other.equal
     step, at, request = timeline.requests[0]
     timeline.requests[0] = (step + 1, at, request)
     other = follow(timeline, manager(), limits, lambda plan: 1.0, max_model_len=LONGEST)

@@ -287,6 +287,18 @@ MUTANTS = (
         ("sim/test_transfer.py",),
     ),
     Mutant(
+        "record: a told table moves on until it is written",
+        "(seq_id, group, 0, new.copy())",
+        "(seq_id, group, 0, new)",
+        ("report/test_record.py",),
+    ),
+    Mutant(
+        "record: a death in a fleet is told as a leave",
+        'self._gone(member, now, "died")',
+        "self._gone(member, now)",
+        ("report/test_fleet_record.py",),
+    ),
+    Mutant(
         "fleet: reports come at once",
         "        if not self._delay_s:\n",
         "        if True:\n",

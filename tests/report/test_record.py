@@ -105,14 +105,15 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
     assert checked > 30
 
 
-def test_frames_that_wait_to_be_written_are_those_written_at_once(tmp_path):
+@pytest.mark.parametrize("samples", [1, 2])
+def test_frames_that_wait_to_be_written_are_those_written_at_once(tmp_path, samples):
     """What is noted of a step must not move on with the live tables until it is written."""
     lines = []
     for often in (True, False):
         engine = _engine(num_blocks=40)
         with Recorder(tmp_path / "r", engine, {"kind": "simulated"}) as recorder:
             for length in (9, 14, 3):
-                engine.add([1] * length, SamplingParams(max_tokens=12, ignore_eos=True, n=1 + length // 14))
+                engine.add([1] * length, SamplingParams(max_tokens=12, ignore_eos=True, n=samples))
             while engine.has_work:
                 engine.step()
                 if often:

@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ indexes, hashes
     Mutant("an evicted block stays in the index", "del block_of[key]", "pass", (CASES,)),
-    Mutant("of twins the newest is found", "others.pop(0)", "others.pop()", (CASES,)),
+    Mutant("of twins the newest is found", "self._block_of[key] = others.pop(0)", "self._block_of[key] = others.pop()", (CASES,)),
     Mutant("an item's block: one early", "item.start < hi", "item.start <= hi", (HASHING,)),
     Mutant(
         "an item's block: one late",
@@ -123,10 +123,15 @@ MUTANTS = (
     Mutant("s3fifo: hits without bound", "min(self._uses[b] + 1, 3)", "self._uses[b] + 1", (POLICIES,)),
     Mutant("cost: no age", "self._age = max(self._age, score)", "pass", (POLICIES,)),
     Mutant("cost: the age falls", "self._age = max(self._age, score)", "self._age = score", (POLICIES,)),
-    Mutant("cost: new blocks without age", "self._age + self._cost[b]", "self._cost[b]", (POLICIES,)),
+    Mutant(
+        "cost: new blocks without age",
+        "            self._worth[b] = self._age + self._uses[b] * self._cost[b]",
+        "            self._worth[b] = self._uses[b] * self._cost[b]",
+        (POLICIES,),
+    ),
     Mutant(
         "cost: hits without age",
-        "self._age + self._uses[b] * self._cost[b]",
+        "max(self._worth[b], self._age + self._uses[b] * self._cost[b])",
         "self._uses[b] * self._cost[b]",
         (POLICIES,),
     ),
@@ -180,7 +185,7 @@ MUTANTS = (
         "[seq.request.num_prompt_tokens for seq in sequences]",
         (SAMPLING,),
     ),
-    Mutant("ranks count equals", "1 + jnp.sum(logits > own", "jnp.sum(logits >= own", (SAMPLING,)),
+    Mutant("ranks count equals", "1 + vocabulary.count(logits > own", "vocabulary.count(logits >= own", (SAMPLING,)),
     Mutant(
         "a snapshot's prefix is believed",
         '!= prefix["digest"]:',
@@ -252,8 +257,8 @@ MUTANTS = (
     ),
     Mutant(
         "fleet: transfers of the dead go on",
-        "        for transfer in job.transfers:\n            self.network.cancel(transfer, now)\n",
-        "",
+        "            self.network.cancel(transfer, now)\n            self._tell(",
+        "            self._tell(",
         (CONSERVE,),
     ),
     Mutant(
@@ -306,7 +311,7 @@ MUTANTS = (
     ),
     Mutant(
         "fleet: Dynamo counts equal blocks twice",
-        "sum(digest not in active for digest in digests)",
+        "len(digests) - sum(map(active.__contains__, digests))",
         "len(digests)",
         (f"{ROUTING}::test_judge_agrees",),
     ),

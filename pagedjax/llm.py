@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pagedjax.progress import bar
 if TYPE_CHECKING:
     from pagedjax.models import LoadedModel
     from pagedjax.report.record import Recorder
+    from pagedjax.runtime.hosts import Hosts
     from pagedjax.runtime.snapshot import Owner
 
 _DEFAULT_MAX_MODEL_LEN = 2048
@@ -35,6 +37,8 @@ class LLM:
         cache_dir: Where models and compiled programs are kept; None is the user's cache folder.
         on_compile: Called with a bucket before its step is compiled (seconds each, once per machine).
         on_step: Called with each step's `StepRecord`, between two steps: it may add and abort requests.
+        hosts: The processes of a run on several hosts. On process 0 the object is used as on one; the others call
+            `follow`, once.
         **settings: `section.key` settings with the dot written as two underscores, for example
             `cache__block_size=32`.
 
@@ -60,6 +64,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         on_compile: Callable[[Any], None] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
+        hosts: Hosts | None = None,
         **settings: Any,
     ) -> None:
         changes = {name.replace("__", "."): value for name, value in settings.items()}
@@ -73,9 +78,11 @@ class LLM:
         self.progress = progress
         self.config = config
         # Heavy imports wait until a model is really wanted.
+        from pagedjax.runtime.hosts import join
         from pagedjax.runtime.mesh import check_devices
         from pagedjax.runtime.settings import own_settings
 
+        self._channel = None if hosts is None else join(hosts, config.digest())
         _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
         check_devices(config.runtime.tensor_parallel)
         with own_settings():
@@ -108,7 +115,7 @@ class LLM:
         self._kv_groups = groups
         place = make_place(loaded.config, config.runtime.tensor_parallel)
         pool_bytes = sum(place.layout(layout).num_bytes for layout in layouts) * place.devices
-        check_memory(pool_bytes, layouts[0].num_blocks, place.devices)
+        check_memory(pool_bytes * place.num_here // place.devices, layouts[0].num_blocks, place.num_here)
         self.events = EventLog(config.cache.event_log) if config.cache.event_log else None
         self.manager = make_manager(
             config.cache,
@@ -135,6 +142,9 @@ class LLM:
             prefix_groups=config.runtime.prefix_groups,
             place=place,
         )
+        if self._channel is not None and self._channel.hosts.index == 0:
+            self.runner.lead(self._channel)
+            atexit.register(self.close)
         self.engine = Engine(
             self.manager,
             self.runner,
@@ -146,6 +156,25 @@ class LLM:
             seed=config.runtime.seed,
             on_step=on_step,
         )
+
+    def follow(self) -> None:
+        """Do what process 0 does until it ends; for the other processes of a run on several hosts."""
+        from pagedjax.runtime.hosts import follow
+        from pagedjax.runtime.settings import own_settings
+
+        if self._channel is None or self._channel.hosts.index == 0:
+            raise ValueError("follow: is for processes after the first; give hosts with their index")
+        with own_settings():
+            follow(
+                self.runner,
+                self._channel,
+                lambda source: self.runner.update_weights(self._load(source).params),
+            )
+
+    def close(self) -> None:
+        """End the other processes of a run on several hosts; at the program's end it happens by itself."""
+        if self._channel is not None:
+            self._channel.close()
 
     def _load(self, source: str) -> LoadedModel:
         """A model's weights where they belong: on several devices, each reads its own part."""
@@ -404,6 +433,7 @@ class LLM:
                     "programs": self.runner.num_programs,
                     "weights_version": self.runner.weights_version,
                 },
+                **({} if self._channel is None else {"hosts": self._channel.counts()}),
             }
 
     def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
@@ -423,6 +453,12 @@ class LLM:
 
         with own_settings():
             name, params = self.model_name, weights
+            if self._channel is not None:
+                if not isinstance(weights, str | Path):
+                    raise ValueError(
+                        "update_weights: several hosts read them from a model; give its name or path"
+                    )
+                self._channel.tell(("weights", str(weights)))
             if isinstance(weights, str | Path):
                 loaded = self._load(str(weights))
                 if loaded.config != self.model_config:
@@ -439,6 +475,8 @@ class LLM:
         return TokenChain(ids, block_size=self.manager.block_size, hash=self.config.cache.hash, extra=extra)
 
     def _paged_manager(self, what: str) -> PagedManager:
+        if self._channel is not None:
+            raise ValueError(f"{what}: snapshots are one process's; run it without several hosts")
         if not isinstance(self.manager, PagedManager):
             raise ValueError(f"{what}: reservations share nothing; leave cache.reservation empty")
         return self.manager

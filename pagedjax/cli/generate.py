@@ -20,6 +20,7 @@ from pagedjax.models.chat import plain_messages
 if TYPE_CHECKING:
     from pagedjax.cache.events import CacheEvent
     from pagedjax.llm import LLM
+    from pagedjax.runtime.hosts import Hosts
 
 
 _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
@@ -86,6 +87,9 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 )
 @click.option("--record-text", is_flag=True, help="With --record: the prompts' text, too.")
 @click.option("--stats", "show_stats", is_flag=True, help="Say at the end what cache and engine have done.")
+@click.option("--hosts", "address", metavar="HOST:PORT", help="Several processes: where process 0 is.")
+@click.option("--processes", type=click.IntRange(min=2), help="With --hosts: how many.")
+@click.option("--process", type=click.IntRange(min=0), help="With --hosts: which is this, from 0.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
 @common_options()
 def command(
@@ -104,6 +108,9 @@ def command(
     show_stats: bool,
     stream: bool | None,
     early_stopping: str,
+    address: str | None,
+    processes: int | None,
+    process: int | None,
     **sampling: Any,
 ) -> None:
     """Complete PROMPTS; "-" reads one prompt from stdin.
@@ -114,6 +121,10 @@ def command(
     Text goes to stdout; a line for each prompt on stderr says how many of its tokens came from the
     cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
     """
+    hosts = _hosts(address, processes, process)
+    if hosts is not None and hosts.index:
+        common.llm(hosts=hosts).follow()
+        return
     params = SamplingParams(early_stopping=_EARLY[early_stopping], **sampling)
     for name, text in [("--system", system), ("--salt", salt), *(("--stop", s) for s in sampling["stop"])]:
         _check_text(name, text)
@@ -131,7 +142,9 @@ def command(
     from pagedjax.cache import ExtraKeys
 
     extra = ExtraKeys(salt=salt)
-    llm = common.llm(on_compile=lambda bucket: common.note(f"compiling a step of {bucket} (once)"))
+    llm = common.llm(
+        on_compile=lambda bucket: common.note(f"compiling a step of {bucket} (once)"), hosts=hosts
+    )
     params = _with_defaults(common, llm, {"early_stopping": _EARLY[early_stopping], **sampling})
     arguments = _template_args(template_args)
     if arguments and not any("messages" in job for job in jobs):
@@ -155,6 +168,18 @@ def command(
             common.note(f"{name}: {', '.join(f'{key} {value}' for key, value in counts.items())}")
     if save_cache is not None:
         common.note(f"{save_cache}: {llm.save_cache(save_cache, prompts_ids, extra=extra)} tokens saved")
+
+
+def _hosts(address: str | None, processes: int | None, process: int | None) -> Hosts | None:
+    """The processes of a run, where there are several."""
+    given = [value is not None for value in (address, processes, process)]
+    if not any(given):
+        return None
+    if not all(given):
+        raise click.UsageError("--hosts, --processes and --process: belong together; give all three")
+    from pagedjax.runtime.hosts import Hosts
+
+    return Hosts(str(address), int(processes or 0), int(process or 0))
 
 
 def _with_defaults(common: Common, llm: LLM, options: dict[str, Any]) -> SamplingParams:

@@ -47,7 +47,7 @@ class BlockCopies:
         layouts: Of a device's part, one per KV group.
         host_blocks: Host blocks per group; 0: plans hold no swaps.
         compiling: Takes the seconds of programs that have to be compiled.
-        place: Where the pools are; blocks on the host hold every device's part side by side.
+        place: Where the pools are; blocks on the host hold the parts of this process's devices side by side.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class BlockCopies:
         place: Placement = ONE_DEVICE,
     ) -> None:
         self.host_blocks = host_blocks
-        self.hosts = tuple(HostPool(layout, host_blocks, place.devices) for layout in layouts)
+        self._place = place
+        self.hosts = tuple(HostPool(layout, host_blocks, place.num_here) for layout in layouts)
         self._call = (compiling or CompileClock()).call
         self._copy = place.program(copy_blocks, ("pool", "whole", "whole"), "pool", donate=(0,))
         self._gather = place.program(gather_blocks, ("pool", "whole"), "blocks")
@@ -79,7 +80,7 @@ class BlockCopies:
                 none = np.full(size, -1, np.int32)
                 blocks = np.zeros((host.data.shape[1], size, *host.data.shape[2:]), host.data.dtype)
                 self._call(self._gather, pool, none)
-                pool = self._call(self._scatter, pool, none, blocks)
+                pool = self._call(self._scatter, pool, none, self._place.blocks_of(blocks))
             out.append(pool)
         return tuple(out)
 
@@ -112,12 +113,12 @@ class BlockCopies:
         return self.write(pool, batch.dst, host[batch.src])
 
     def read(self, pool: KVPool, ids: np.ndarray) -> np.ndarray:
-        """Blocks of all layers on the host: i32[C] → [C, L, B, devices * width]."""
+        """Blocks of all layers on the host: i32[C] → [C, L, B, devices here * width]."""
         layout = pool.layout
-        shape = (len(ids), layout.num_layers, layout.block_size, pool.data.shape[-1])
+        shape = (len(ids), layout.num_layers, layout.block_size, self._place.num_here * layout.width)
         out = np.empty(shape, jax.numpy.dtype(layout.dtype))
         for part, padded in _slices(ids, (_FEW, _MANY)):
-            blocks = np.asarray(self._call(self._gather, pool, padded))
+            blocks = self._place.own_blocks(self._call(self._gather, pool, padded))
             out[part] = blocks.transpose(1, 0, 2, 3)[: len(out[part])]
         return out
 
@@ -127,12 +128,12 @@ class BlockCopies:
         Args:
             pool: Donated.
             ids: None twice.
-            blocks: [C, L, B, devices * width], not changed afterwards.
+            blocks: [C, L, B, devices here * width], not changed afterwards.
         """
         for part, padded in _slices(ids, (_FEW, _MANY)):
             full = np.zeros((blocks.shape[1], len(padded), *blocks.shape[2:]), blocks.dtype)
             full[:, : len(blocks[part])] = blocks[part].transpose(1, 0, 2, 3)
-            pool = self._call(self._scatter, pool, padded, full)
+            pool = self._call(self._scatter, pool, padded, self._place.blocks_of(full))
         return pool
 
 

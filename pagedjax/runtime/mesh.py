@@ -50,6 +50,19 @@ class Placement(Protocol):
     @property
     def cut(self) -> Cut | None: ...
 
+    @property
+    def num_here(self) -> int:
+        """Devices of this process."""
+        ...
+
+    def own_blocks(self, blocks: Array) -> np.ndarray:
+        """The parts of blocks f[L, C, B, devices * width] that this process's devices hold, on the host."""
+        ...
+
+    def blocks_of(self, blocks: np.ndarray) -> Array:
+        """The opposite of `own_blocks`, as programs take it."""
+        ...
+
     def layout(self, layout: KVLayout) -> KVLayout:
         """A device's part of a pool, from the pool of the whole model."""
         ...
@@ -72,6 +85,10 @@ class Placement(Protocol):
         """Weights where they belong."""
         ...
 
+    def holds(self, leaf: Any) -> bool:
+        """Whether a leaf is where it belongs already, and in parts where those are cut."""
+        ...
+
     def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
         """A leaf as one device would hold it."""
         ...
@@ -91,6 +108,13 @@ class OneDevice:
     devices = 1
     cut: Cut | None = None
     vocabulary: Vocabulary = WHOLE
+    num_here = 1
+
+    def own_blocks(self, blocks: Array) -> np.ndarray:
+        return np.asarray(blocks)
+
+    def blocks_of(self, blocks: np.ndarray) -> Array:
+        return blocks
 
     def layout(self, layout: KVLayout) -> KVLayout:
         return layout
@@ -108,6 +132,9 @@ class OneDevice:
 
     def put(self, params: Params) -> Params:
         return params
+
+    def holds(self, leaf: Any) -> bool:
+        return True
 
     def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
         return leaf
@@ -189,7 +216,6 @@ class DeviceMesh:
         return _map_leaves(lambda path, leaf: self.spec(path), abstract_params(self.cut.config))
 
     def holds(self, leaf: Any) -> bool:
-        """Whether a leaf is in its place already."""
         where = getattr(leaf, "sharding", None)
         return isinstance(where, NamedSharding) and where.mesh == self.mesh
 
@@ -239,6 +265,10 @@ class DeviceMesh:
 
     def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
         """A leaf as one device would hold it, on the host: pieces back in their order, padding left out."""
+        if self.num_here < self.devices:
+            raise ValueError(
+                f"weights {'/'.join(path)}: lie on several processes; read them where one has them all"
+            )
         host, axis = np.asarray(leaf), rule_of(path).axis
         if axis is None:
             return host
@@ -252,6 +282,21 @@ class DeviceMesh:
         return np.concatenate([found[piece] for piece in sorted(found)], axis)
 
     # ------------------------------------------------------------- blocks on the host
+
+    @property
+    def num_here(self) -> int:
+        return len(self._own)
+
+    def own_blocks(self, blocks: Array) -> np.ndarray:
+        if self.num_here == self.devices:
+            return np.asarray(blocks)
+        shards = sorted(blocks.addressable_shards, key=lambda shard: shard.index[-1].start or 0)
+        return np.concatenate([np.asarray(shard.data) for shard in shards], axis=-1)
+
+    def blocks_of(self, blocks: np.ndarray) -> Array:
+        if self.num_here == self.devices:
+            return blocks
+        return jax.make_array_from_process_local_data(self.sharding(_SPECS["blocks"]), blocks)
 
     def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
         """Of devices that hold the same KV head the first one's copy is taken."""
@@ -303,6 +348,11 @@ def check_devices(tensor_parallel: int) -> None:
         ValueError: Says how many there are.
     """
     have = jax.devices() if tensor_parallel > 1 else [None]
+    if jax.process_count() > 1 and tensor_parallel != len(jax.devices()):
+        raise ValueError(
+            f"runtime.tensor_parallel={tensor_parallel}: {jax.process_count()} processes have {len(jax.devices())} "
+            f"devices, and all of them take part; try {len(jax.devices())}"
+        )
     if tensor_parallel > len(have):
         platform = getattr(have[0], "platform", "")
         more = f", or set JAX_NUM_CPU_DEVICES={tensor_parallel}" if platform == "cpu" else ""

@@ -68,7 +68,7 @@ def check_memory(pool_bytes: int, num_blocks: int, devices: int = 1) -> None:
     """Refuse a pool the machine cannot hold, before the allocator is killed for it.
 
     Args:
-        pool_bytes: On all devices together.
+        pool_bytes: On all devices of this process together.
         num_blocks: For the message.
         devices: That hold equal parts of it; CPU devices share the machine's memory.
 

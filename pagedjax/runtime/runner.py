@@ -25,6 +25,7 @@ from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.host_pool import BlockCopies
+from pagedjax.runtime.hosts import Channel, Led
 from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
@@ -152,6 +153,17 @@ class JaxRunner:
         self.step_fn = place.program(step, ("weights", "pool", "whole"), results, donate=(1,))
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef), place)
         self._max_model_len = max_model_len
+        self._channel: Channel | None = None
+
+    def lead(self, channel: Channel) -> None:
+        """From now on tell other processes' runners what this one's devices do (`runtime.hosts`)."""
+        self._channel = channel
+        self._asked = AskedPrograms(
+            Led(channel, "draw", self._asked.draw, slice(2, 3)),
+            Led(channel, "score", self._asked.score, slice(0)),
+        )
+        scores = self.prompt_scores
+        scores._score = Led(channel, "prompt", scores._score, slice(2, 4))
 
     def _new_pools(self) -> tuple[KVPool, ...]:
         """Empty pools, committed to the weights' device where those are: a step returns them so.
@@ -197,7 +209,7 @@ class JaxRunner:
             ValueError: Names what differs; nothing was changed.
         """
         ours = self._params
-        if self.place.devices > 1:
+        if not all(self.place.holds(leaf) for leaf in jax.tree.leaves(params)):  # whole ones
             ours = abstract_params(self.model, jax.tree.leaves(ours)[0].dtype)
         check_same_shapes(ours, params)
         self._params = jax.tree.map(_in_place_of, self._params, self.place.put(params))
@@ -216,6 +228,14 @@ class JaxRunner:
     @own_settings()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan's copies, then its rows; the pools are updated in place."""
+        try:
+            return self._execute(plan)
+        except BaseException:
+            if self._channel is not None:
+                self._channel.abandon()
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         compiling = self._compiling
         compiling.seconds = 0.0
@@ -270,6 +290,8 @@ class JaxRunner:
     @own_settings()
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
+        if self._channel is not None and copies.batches:
+            self._channel.tell(("copies", copies))
         self.pools = self.copies.run(self.pools, copies)
 
     def read_blocks(self, group: int, ids: np.ndarray) -> np.ndarray:
@@ -294,6 +316,8 @@ class JaxRunner:
             buckets: Which; None is the whole ladder. Others compile when they are first needed.
         """
         empty: StepPlan = StepPlan(0, (), (), CopyPlan())
+        if self._channel is not None:
+            self._channel.tell(("warm copies",))
         self.pools = self.copies.warm_up(self.pools)
         for bucket in self.buckets.ladder if buckets is None else buckets:
             self._dispatch(bucket, self._pack(empty, bucket))
@@ -331,6 +355,8 @@ class JaxRunner:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add((bucket, grouped))
+        if self._channel is not None:
+            self._channel.tell(("step", bucket, batch, grouped))
         out, self.pools = self._compiling.call(self.step_fn, self._params, self.pools, batch)
         return out
 

@@ -323,6 +323,7 @@ def test_weights_come_back_whole_and_change_on_every_device(devices):
     runner.update_weights(other)
     jax.tree.map(np.testing.assert_array_equal, runner.params, other)
     runner.update_weights(runner.params)
+    runner.update_weights(runner.place.put(other))  # as loaded, dealt out
     jax.tree.map(np.testing.assert_array_equal, runner.params, other)
     with pytest.raises(ValueError, match="weights embed: given float32"):
         runner.update_weights(other | {"embed": other["embed"][:-1]})

@@ -1,0 +1,300 @@
+"""Several processes, one run: process 0 plans and tells the others what to do; a process that dies ends the run.
+
+    process 0   engine ─► runner ──┬─► its devices ◄── collectives ──► devices of process 1 …
+                                   └─► one message a step (TCP) ─────► follow(): the same programs on the same arrays
+
+The messages have connections of their own, beside those of `jax.distributed`: a broken one is seen at once, whatever
+the devices wait for. They are pickles, from process 0 to those that it was told to expect, on a network that is
+trusted, as `jax.distributed` trusts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+
+if TYPE_CHECKING:
+    from pagedjax.runtime.runner import JaxRunner
+
+Message = tuple[Any, ...]
+_STOP = "stop"
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The processes of a run.
+
+    Attributes:
+        address: "host:port" of process 0, for `jax.distributed`; messages use the port after it.
+        count: Processes.
+        index: Of this one, from 0.
+        wait_s: How long to wait for the others at the start.
+    """
+
+    address: str
+    count: int
+    index: int
+    wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+            raise ValueError(f"hosts {self.address}: must be HOST:PORT of process 0, as 10.0.0.1:4321")
+        if not 0 <= self.index < self.count or self.count < 2:
+            raise ValueError(
+                f"hosts: process {self.index} of {self.count}: must be at least 2, counted from 0 to "
+                f"{max(self.count, 2) - 1}"
+            )
+
+    @property
+    def messages(self) -> tuple[str, int]:
+        """Where process 0 listens for the others."""
+        host, _, port = self.address.rpartition(":")
+        return host, int(port) + 1
+
+
+def join(hosts: Hosts, settings: str) -> Channel:
+    """Meet the other processes, then let jax see all their devices; to be called before jax has looked for any.
+
+    From here on the standard output holds what Python prints: what libraries write to it goes to the standard error.
+
+    Args:
+        hosts: The processes.
+        settings: Digest of what must be equal in all of them.
+
+    Raises:
+        ValueError: The others did not come in time, or have other settings.
+    """
+    keep_stdout()
+    channel = Channel(hosts, settings)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(hosts.address, hosts.count, hosts.index)
+    return channel
+
+
+def keep_stdout() -> None:
+    """Results alone reach the standard output: gloo writes its greetings there."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.stdout = own
+
+
+class Channel:
+    """Messages from process 0 to the others, and who is still there.
+
+    Attributes:
+        sent_bytes / num_messages: By process 0, to each of the others.
+    """
+
+    def __init__(self, hosts: Hosts, settings: str) -> None:
+        self.hosts = hosts
+        self.sent_bytes = self.num_messages = 0
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ending = False
+        self._peers = self._listen(settings) if hosts.index == 0 else {0: self._connect(settings)}
+        for index, peer in self._peers.items():
+            threading.Thread(target=self._read, args=(index, peer), daemon=True).start()
+
+    def _listen(self, settings: str) -> dict[int, socket.socket]:
+        deadline = time.monotonic() + self.hosts.wait_s
+        found: dict[int, socket.socket] = {}
+        with socket.create_server(self.hosts.messages, reuse_port=False) as server:
+            while len(found) < self.hosts.count - 1:
+                server.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    peer, _ = server.accept()
+                    peer.settimeout(self.hosts.wait_s)
+                    index, theirs = _receive(peer)
+                except (TimeoutError, EOFError):
+                    missing = sorted(set(range(1, self.hosts.count)) - found.keys())
+                    if time.monotonic() < deadline:
+                        continue  # a connection that was no process of ours
+                    raise ValueError(
+                        f"hosts: process {missing[0]} did not come within {self.hosts.wait_s:g} s; start all "
+                        f"{self.hosts.count} with the same --hosts"
+                    ) from None
+                same = theirs == settings and index not in found
+                _send(peer, ("welcome",) if same else ("refused",))
+                if not same:
+                    raise ValueError(
+                        f"hosts: process {index} has other settings, or came twice; start all with the same ones"
+                    )
+                found[index] = _lasting(peer)
+        return found
+
+    def _connect(self, settings: str) -> socket.socket:
+        deadline = time.monotonic() + self.hosts.wait_s
+        while True:
+            try:
+                peer = socket.create_connection(self.hosts.messages, timeout=self.hosts.wait_s)
+                _send(peer, (self.hosts.index, settings))
+                (answer,) = _receive(peer)
+                break
+            except (OSError, EOFError):  # process 0 is not there yet
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"hosts: process 0 at {self.hosts.address} is not there after {self.hosts.wait_s:g} s; start it"
+                    ) from None
+                time.sleep(0.05)
+        if answer != "welcome":
+            raise ValueError(
+                "hosts: process 0 has other settings, or this process is there already; start all alike"
+            )
+        return _lasting(peer)
+
+    def _read(self, index: int, peer: socket.socket) -> None:
+        try:
+            while True:
+                message = _receive(peer)
+                self._ending |= message[0] == _STOP
+                self._inbox.put(message)
+        except (OSError, EOFError):
+            if not self._ending:
+                self._gone(index)
+
+    def _gone(self, index: int) -> NoReturn:
+        """End this process at once: its devices may wait for ever for those of the other."""
+        line = f"error: process {index} of {self.hosts.count} is gone: the run needs all of them; start them again\n"
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        with contextlib.suppress(
+            OSError
+        ):  # what libraries say of it from now on is nobody's: ours is the last line
+            shown = os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            os.write(shown, line.encode())
+        os._exit(1)
+
+    def tell(self, message: Message) -> None:
+        """From process 0 to the others: one message."""
+        if self._ending:
+            raise RuntimeError("hosts: the other processes have been ended; start all of them again")
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.sent_bytes += len(data)
+        self.num_messages += 1
+        for index, peer in self._peers.items():
+            try:
+                peer.sendall(_LENGTH.pack(len(data)) + data)
+            except OSError:
+                self._gone(index)
+
+    def next(self) -> Message:
+        """The next message of process 0."""
+        return self._inbox.get()
+
+    def counts(self) -> dict[str, float]:
+        """Processes, messages, and the mean bytes of a message to each of the others."""
+        mean = self.sent_bytes / self.num_messages if self.num_messages else 0.0
+        return {"processes": self.hosts.count, "messages": self.num_messages, "message_bytes": mean}
+
+    def close(self) -> None:
+        """Process 0: the others end, too."""
+        if self.hosts.index == 0 and not self._ending:
+            self.tell((_STOP,))
+            self._ending = True
+
+    def abandon(self) -> None:
+        """After a step that failed here: nobody knows how far the others got, so they end, as if this process had."""
+        self._ending = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # it may be gone already
+                peer.shutdown(socket.SHUT_RDWR)  # a thread waits on it: closed alone it would stay open
+
+
+def _send(peer: socket.socket, message: Message) -> None:
+    data = pickle.dumps(message)
+    peer.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(peer: socket.socket) -> Message:
+    (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+    message: Message = pickle.loads(_exactly(peer, length))
+    return message
+
+
+def _exactly(peer: socket.socket, count: int) -> bytearray:
+    data = bytearray()
+    while len(data) < count:
+        part = peer.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _lasting(peer: socket.socket) -> socket.socket:
+    """Without a limit on waiting; a machine that is lost without a word is noticed after 20 s."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer
+
+
+# ---- what is told ----------------------------------------------------------------------------------------
+
+
+class Led:
+    """A program of process 0 that tells the others to run it as well, with what they do not have."""
+
+    def __init__(self, channel: Channel, name: str, program: Any, told: slice) -> None:
+        self._channel, self._name, self._program, self._told = channel, name, program, told
+
+    def __call__(self, *args: Any) -> Any:
+        self._channel.tell((self._name, *args[self._told]))
+        return self._program(*args)
+
+    def _cache_size(self) -> int:
+        count: int = self._program._cache_size()
+        return count
+
+
+def follow(runner: JaxRunner, channel: Channel, update: Any) -> None:
+    """Do what process 0's devices do until it ends.
+
+    Args:
+        runner: Of the same model and settings.
+        channel: To process 0.
+        update: Given a model's source, changes the weights: `LLM.update_weights` there.
+    """
+    out: Any = None
+    tokens: Any = None
+    while True:
+        kind, *rest = channel.next()
+        if kind == _STOP:
+            return
+        if kind == "step":
+            bucket, batch, grouped = rest
+            out = runner._dispatch(bucket, batch, grouped)
+            tokens, sampling = out.tokens, batch.sampling
+        elif kind == "copies":
+            runner.run_copies(*rest)
+        elif kind == "draw":
+            tokens = runner._asked.draw(out.logits, sampling, *rest)
+        elif kind == "score":
+            runner._asked.score(out.logits, tokens)
+        elif kind == "prompt":
+            runner.prompt_scores._score(runner._params, out.hidden, *rest)
+        elif kind == "warm copies":
+            runner.pools = runner.copies.warm_up(runner.pools)
+        elif kind == "weights":
+            update(*rest)
+        else:
+            raise RuntimeError(
+                f"hosts: message {kind!r}: not known here; start all processes with one version"
+            )

@@ -1,0 +1,194 @@
+"""Two processes work one plan: the outputs of one process, and no hang when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from pagedjax.cli import main
+from pagedjax.models.weights import save_params
+from pagedjax.runtime.hosts import Hosts
+from pagedjax.testing import tiny_config, tiny_params
+
+# argv: folder, address, processes, index, devices in all, requests; prints what requests gave, as JSON.
+RUN = """
+import json, sys
+import numpy as np
+from pagedjax import LLM, SamplingParams
+from pagedjax.runtime.hosts import Hosts
+folder, address, count, index, devices, requests = sys.argv[1:3] + [int(x) for x in sys.argv[3:]]
+import jax
+meet = jax.distributed.initialize
+def joined(*args):
+    print("joined", file=sys.stderr, flush=True)
+    meet(*args)
+jax.distributed.initialize = joined
+llm = LLM(
+    folder, progress=False, cache_dir=folder, hosts=Hosts(address, count, index, 60) if count > 1 else None,
+    runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", runtime__checked=True,
+    model__max_model_len=64, cache__num_blocks=25, cache__block_size=4, cache__host_blocks=30,
+    scheduler__preemption="swap", scheduler__max_num_seqs=4, scheduler__token_budget=16, scheduler__chunk_tokens=8,
+)
+if index:
+    llm.follow()
+    sys.exit()
+print("ready", file=sys.stderr, flush=True)
+if requests < 0:  # idle until something happens
+    import time
+    time.sleep(60)
+rng, kinds = np.random.default_rng(0), [
+    dict(), dict(logprobs=2, prompt_logprobs=1), dict(temperature=0.8, top_p=0.9, n=2), dict(beam_width=2, n=2),
+    dict(presence_penalty=1.0),
+]
+stem = rng.integers(0, 256, 20).tolist()
+engine, out, at = llm.engine, {}, 0
+while at < requests or engine.has_work:
+    for _ in range(int(rng.integers(0, 3))):
+        if at < requests:
+            prompt = stem[: int(rng.integers(0, 20))] + rng.integers(0, 256, int(rng.integers(1, 8))).tolist()
+            sampling = SamplingParams(max_tokens=6, ignore_eos=True, **kinds[at % 5])
+            engine.add(prompt, sampling, request_id=str(at))
+            at += 1
+    if at and rng.integers(12) == 0:
+        engine.abort(str(int(rng.integers(at))))
+    for output in engine.step() if engine.has_work else []:
+        out[output.request_id] = [list(c.token_ids) for c in output.outputs]
+print(json.dumps({"tokens": out, "swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_folder):
+    """The tiny model with 8 query and 2 KV heads."""
+    import shutil
+
+    path = tmp_path_factory.mktemp("models") / "eight"
+    shutil.copytree(tiny_folder, path)
+    shutil.rmtree(path / "params")
+    config = tiny_config(num_heads=8)
+    save_params(path / "params", jax.device_put(tiny_params(config)))
+    facts = json.loads((path / "pagedjax_model.json").read_text())
+    (path / "pagedjax_model.json").write_text(json.dumps(facts | {"config": config.to_dict()}))
+    return path
+
+
+def free_port():
+    """One whose follower is free, too, a moment ago."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def start(folder, processes, devices, requests, here=None):
+    """The processes of a run, or only those of some indices."""
+    flags = "--xla_backend_optimization_level=0"
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices // processes), "XLA_FLAGS": flags}
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(folder), address, *map(str, (processes, i, devices, requests))],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in (range(processes) if here is None else here)
+    ]
+
+
+def finish(run, timeout=400):
+    """(exit code, stdout, stderr) of each."""
+    try:
+        ended = [process.communicate(timeout=timeout) for process in run]
+    finally:
+        for process in run:
+            process.kill()
+    return [(p.returncode, *texts) for p, texts in zip(run, ended, strict=True)]
+
+
+def result(ended):
+    code, out, err = ended
+    assert code == 0, err
+    (line,) = out.splitlines()  # results alone
+    return json.loads(line)
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(folder):
+    (alone,) = finish(start(folder, 1, 2, 10))
+    first, second = finish(start(folder, 2, 2, 10))
+    one, two = result(alone), result(first)
+    assert two["tokens"] == one["tokens"] and len(two["tokens"]) >= 7  # the others were aborted
+    assert second[:2] == (0, "")
+    assert one["stats"] is None and two["stats"]["processes"] == 2
+    assert 500 < two["stats"]["message_bytes"] < 20_000
+
+
+@pytest.mark.full
+def test_two_processes_of_four_devices_over_50_requests(folder):
+    (alone,) = finish(start(folder, 1, 8, 50))
+    first, second = finish(start(folder, 2, 8, 50))
+    one, two = result(alone), result(first)
+    assert two["tokens"] == one["tokens"] and two["swaps"] == one["swaps"] > 0
+    assert second[:2] == (0, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("when", ["start", "idle", "middle"])
+def test_a_process_that_dies_ends_the_other(folder, when, victim):
+    run = start(folder, 2, 2, -1 if when == "idle" else 400)
+    line = ""
+    while not line.startswith("joined" if when == "start" else "ready"):
+        line = run[0].stderr.readline()
+        assert line, "ended early"
+    if when != "start":
+        time.sleep(1 if when == "idle" else 8)
+    run[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    ended = finish([run[1 - victim], run[victim]], timeout=60)
+    code, out, err = ended[0]
+    assert time.monotonic() - killed < 30
+    assert (code, out) == (1, "")
+    assert err.strip().splitlines()[-1].startswith(f"error: process {victim} of 2 is gone: "), err
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        (("here", 2, 0), "must be HOST:PORT"),
+        (("h:70000", 2, 0), "must be HOST:PORT"),
+        (("h:1", 2, 2), "process 2 of 2: must be at least 2, counted from 0 to 1"),
+        (("h:1", 1, 0), "process 0 of 1"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(values, parts):
+    with pytest.raises(ValueError, match=parts):
+        Hosts(*values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hosts", "h:1"), "--hosts, --processes and --process: belong together"),
+        (("--process", "1", "--processes", "2"), "belong together"),
+        (("--hosts", "h", "--process", "1", "--processes", "2"), "must be HOST:PORT"),
+    ],
+)
+def test_options_of_hosts_belong_together(capsys, options, message):
+    assert main(["generate", "x", *options]) == 2
+    assert message in capsys.readouterr().err

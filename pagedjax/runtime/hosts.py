@@ -4,13 +4,14 @@
                                    └─► one message a step (TCP) ─────► follow(): the same programs on the same arrays
 
 The messages have connections of their own, beside those of `jax.distributed`: a broken one is seen at once, whatever
-the devices wait for. They are pickles, from process 0 to those that it was told to expect, on a network that is
-trusted, as `jax.distributed` trusts it.
+the devices wait for. They are pickles, read by the others alone, from the process 0 that they were sent to; the network
+is trusted, as `jax.distributed` trusts it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import queue
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Message = tuple[Any, ...]
 _STOP = "stop"
 _LENGTH = struct.Struct("!Q")
+_MOST_GREETING = 4096
 
 
 @dataclass(frozen=True)
@@ -117,18 +119,22 @@ class Channel:
                 try:
                     peer, _ = server.accept()
                     peer.settimeout(self.hosts.wait_s)
-                    index, theirs = _receive(peer)
-                except (TimeoutError, EOFError):
+                    index, theirs = json.loads(_framed(peer, _MOST_GREETING))
+                except (OSError, EOFError, ValueError, TypeError):
                     missing = sorted(set(range(1, self.hosts.count)) - found.keys())
                     if time.monotonic() < deadline:
                         continue  # a connection that was no process of ours
+                    for one in found.values():
+                        one.close()
                     raise ValueError(
                         f"hosts: process {missing[0]} did not come within {self.hosts.wait_s:g} s; start all "
                         f"{self.hosts.count} with the same --hosts"
                     ) from None
                 same = theirs == settings and index not in found
-                _send(peer, ("welcome",) if same else ("refused",))
+                _frame(peer, json.dumps("welcome" if same else "refused").encode())
                 if not same:
+                    for one in (peer, *found.values()):
+                        one.close()
                     raise ValueError(
                         f"hosts: process {index} has other settings, or came twice; start all with the same ones"
                     )
@@ -140,8 +146,8 @@ class Channel:
         while True:
             try:
                 peer = socket.create_connection(self.hosts.messages, timeout=self.hosts.wait_s)
-                _send(peer, (self.hosts.index, settings))
-                (answer,) = _receive(peer)
+                _frame(peer, json.dumps([self.hosts.index, settings]).encode())
+                answer = json.loads(_framed(peer, _MOST_GREETING))
                 break
             except (OSError, EOFError):  # process 0 is not there yet
                 if time.monotonic() > deadline:
@@ -150,6 +156,7 @@ class Channel:
                     ) from None
                 time.sleep(0.05)
         if answer != "welcome":
+            peer.close()
             raise ValueError(
                 "hosts: process 0 has other settings, or this process is there already; start all alike"
             )
@@ -158,12 +165,17 @@ class Channel:
     def _read(self, index: int, peer: socket.socket) -> None:
         try:
             while True:
-                message = _receive(peer)
+                data = _framed(peer)
+                if self.hosts.index == 0:
+                    continue  # the others have nothing to say, and are never believed
+                message: Message = pickle.loads(data)
                 self._ending |= message[0] == _STOP
                 self._inbox.put(message)
         except (OSError, EOFError):
             if not self._ending:
                 self._gone(index)
+        finally:
+            peer.close()
 
     def _gone(self, index: int) -> NoReturn:
         """End this process at once: its devices may wait for ever for those of the other."""
@@ -187,7 +199,7 @@ class Channel:
         self.num_messages += 1
         for index, peer in self._peers.items():
             try:
-                peer.sendall(_LENGTH.pack(len(data)) + data)
+                _frame(peer, data)
             except OSError:
                 self._gone(index)
 
@@ -205,24 +217,28 @@ class Channel:
         if self.hosts.index == 0 and not self._ending:
             self.tell((_STOP,))
             self._ending = True
+            self._hang_up(socket.SHUT_WR)
 
     def abandon(self) -> None:
         """After a step that failed here: nobody knows how far the others got, so they end, as if this process had."""
         self._ending = True
+        self._hang_up(socket.SHUT_RDWR)
+
+    def _hang_up(self, how: int) -> None:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # it may be gone already
-                peer.shutdown(socket.SHUT_RDWR)  # a thread waits on it: closed alone it would stay open
+                peer.shutdown(how)  # a thread waits on it: closed alone it would stay open
 
 
-def _send(peer: socket.socket, message: Message) -> None:
-    data = pickle.dumps(message)
+def _frame(peer: socket.socket, data: bytes) -> None:
     peer.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(peer: socket.socket) -> Message:
+def _framed(peer: socket.socket, most: int = 1 << 40) -> bytearray:
     (length,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
-    message: Message = pickle.loads(_exactly(peer, length))
-    return message
+    if length > most:
+        raise EOFError
+    return _exactly(peer, length)
 
 
 def _exactly(peer: socket.socket, count: int) -> bytearray:

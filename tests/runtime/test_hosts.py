@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from pagedjax.cli import main
 from pagedjax.models.weights import save_params
-from pagedjax.runtime.hosts import Hosts
+from pagedjax.runtime.hosts import Channel, Hosts, Led, follow
 from pagedjax.testing import tiny_config, tiny_params
 
 # argv: folder, address, processes, index, devices in all, requests; prints what requests gave, as JSON.
@@ -192,3 +195,99 @@ def test_hosts_that_cannot_be_are_refused(values, parts):
 def test_options_of_hosts_belong_together(capsys, options, message):
     assert main(["generate", "x", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ messages, within one process
+
+
+def pair(settings=("same", "same"), wait_s=20.0):
+    """Two ends of a channel, each made by a thread; what either raised in its place."""
+    address = f"127.0.0.1:{free_port()}"
+    made = [None, None]
+
+    def make(index):
+        try:
+            made[index] = Channel(Hosts(address, 2, index, wait_s), settings[index])
+        except ValueError as error:
+            made[index] = error
+
+    threads = [threading.Thread(target=make, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.fixture
+def gone(monkeypatch):
+    """Processes that a channel found gone, in place of the end of this process."""
+    found = queue.Queue()
+    monkeypatch.setattr(Channel, "_gone", lambda self, index: found.put((self.hosts.index, index)))
+    return found
+
+
+class FakeRunner:
+    """Writes down what a follower has it do."""
+
+    def __init__(self):
+        self.did, self.pools, self._params = [], "pools", "params"
+        self.copies = SimpleNamespace(warm_up=lambda pools: self.did.append(("warm", pools)) or pools)
+        self._asked = SimpleNamespace(
+            draw=lambda *args: self.did.append(("draw", *args)) or "redrawn",
+            score=lambda *args: self.did.append(("score", *args)),
+        )
+        self.prompt_scores = SimpleNamespace(_score=lambda *args: self.did.append(("prompt", *args)))
+
+    def _dispatch(self, *args):
+        self.did.append(("step", *args))
+        return SimpleNamespace(tokens="drawn", logits="logits", hidden="hidden")
+
+    def run_copies(self, copies):
+        self.did.append(("copies", copies))
+
+
+def test_a_follower_does_what_it_is_told_in_order(gone):
+    first, second = pair()
+    runner, sources = FakeRunner(), []
+    batch = SimpleNamespace(sampling="sampling")
+    draw = Led(first, "draw", lambda *args: args, slice(2, 3))
+    first.tell(("warm copies",))
+    first.tell(("copies", "plan"))
+    first.tell(("step", "bucket", batch, False))
+    assert draw("ours", "ours", "adjustments") == ("ours", "ours", "adjustments")
+    first.tell(("score",))
+    first.tell(("prompt", "at", "tokens"))
+    first.tell(("weights", "model"))
+    first.close()
+    follow(runner, second, sources.append)
+    assert runner.did == [
+        ("warm", "pools"),
+        ("copies", "plan"),
+        ("step", "bucket", batch, False),
+        ("draw", "logits", "sampling", "adjustments"),
+        ("score", "logits", "redrawn"),
+        ("prompt", "params", "hidden", "at", "tokens"),
+    ]
+    assert sources == ["model"]
+    assert first.counts()["messages"] == 8 and first.counts()["message_bytes"] > 10
+    with pytest.raises(RuntimeError, match="have been ended; start all"):
+        first.tell(("step",))
+    assert gone.empty()
+
+
+def test_a_step_that_fails_ends_the_others(gone):
+    first, _second = pair()
+    first.abandon()
+    assert gone.get(timeout=10) == (1, 0)
+    assert gone.empty()
+
+
+def test_processes_of_other_settings_or_that_never_come_are_named(gone):
+    errors = pair(settings=("one", "another"))
+    assert [type(e) for e in errors] == [ValueError] * 2
+    assert "process 1 has other settings" in str(errors[0]) and "process 0 has other" in str(errors[1])
+    with pytest.raises(ValueError, match=r"process 1 did not come within 0.2 s"):
+        Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 0, 0.2), "same")
+    with pytest.raises(ValueError, match=r"process 0 at 127.* is not there after 0.2 s"):
+        Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 1, 0.2), "same")

@@ -210,6 +210,19 @@ MUTANTS = (
         "self.write(pool, batch.dst, host[batch.src] * 0)",
         (SENSITIVITY,),
     ),
+    # ------------------------------------------------------------------ several devices
+    Mutant(
+        "devices: all hold the first KV heads",
+        "return device // self.kv_copies if self.kv_copies > 1",
+        "return 0 * device if self.kv_copies > 1",
+        ("models/test_sharding.py",),
+    ),
+    Mutant(
+        "devices: their sums are left out",
+        "y = jax.lax.psum(y, self.summed_over)",
+        "pass",
+        ("runtime/test_mesh.py::test_two_sums_a_layer_and_one_exchange",),
+    ),
     # ------------------------------------------------------------------ explorations
     Mutant(
         "explore: no token is asked for",

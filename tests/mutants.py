@@ -103,7 +103,12 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ indexes, hashes
     Mutant("an evicted block stays in the index", "del block_of[key]", "pass", (CASES,)),
-    Mutant("of twins the newest is found", "self._block_of[key] = others.pop(0)", "self._block_of[key] = others.pop()", (CASES,)),
+    Mutant(
+        "of twins the newest is found",
+        "self._block_of[key] = others.pop(0)",
+        "self._block_of[key] = others.pop()",
+        (CASES,),
+    ),
     Mutant("an item's block: one early", "item.start < hi", "item.start <= hi", (HASHING,)),
     Mutant(
         "an item's block: one late",
@@ -185,7 +190,12 @@ MUTANTS = (
         "[seq.request.num_prompt_tokens for seq in sequences]",
         (SAMPLING,),
     ),
-    Mutant("ranks count equals", "1 + vocabulary.count(logits > own", "vocabulary.count(logits >= own", (SAMPLING,)),
+    Mutant(
+        "ranks count equals",
+        "1 + vocabulary.count(logits > own",
+        "vocabulary.count(logits >= own",
+        (SAMPLING,),
+    ),
     Mutant(
         "a snapshot's prefix is believed",
         '!= prefix["digest"]:',

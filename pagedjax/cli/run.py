@@ -154,6 +154,7 @@ def _announce(common: Common, llm: LLM, requests: PlayRequests) -> int:
     from pagedjax.sim.play import check_request
 
     total = refused = prompts = answers = 0
+    last = "there is none in this part of the file"
     for request in requests:
         total += 1
         prompts, answers = prompts + bool(request.cut[0]), answers + bool(request.cut[1])
@@ -161,9 +162,9 @@ def _announce(common: Common, llm: LLM, requests: PlayRequests) -> int:
             check_request(llm.engine, request)
         except ValueError as error:
             refused += 1
+            last = str(error)
             if refused <= _NAMED:
                 common.note(f"request {request.name} is refused: {error}")
-                last = str(error)
     if refused > _NAMED:
         common.note(f"{refused:,} of {total:,} requests are refused, those among them")
     if prompts or answers:

@@ -141,7 +141,9 @@ class StepTimes:
 
     def decode_seconds(self, rows: int, cached: int, count: int) -> np.ndarray:
         """f64[count] of steps that decode the same rows; `cached` is the KV that the first finds, over all rows."""
-        program = smallest(self._ladder, rows, 0, rows, rows)
+        # A fleet may ask for more rows than run at once: what is beyond waits, and the largest batch says how long.
+        most = min(rows, max(program.num_decodes for program in self._ladder))
+        program = smallest(self._ladder, most, 0, most, most)
         keys = cached + rows * np.arange(1, count + 1)
         return self.programs[program] + rows * self.s_per_row + keys * self.s_per_key
 

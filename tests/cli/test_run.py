@@ -151,7 +151,8 @@ def test_block_ids_and_text_run_too(
         (["--beside-simulation", "nope"], "nope"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--until", "1e-9"], "no request ended before --until"),
-        (["--set", "num_blocks=2"], "none of"),
+        (["--set", "num_blocks=2"], "none of 6 requests can run"),
+        (["--from", "5"], "none of 0 requests can run"),
         (
             ["--beside-simulation", "HERE", "--set", "model.dtype=bfloat16"],
             "its steps were measured with dtype=",

@@ -114,6 +114,26 @@ def fleet_section(number: int, fleet: Mapping[str, Any]) -> str:
         [what, source, target, count, moved, lost]
         for what, source, target, count, moved, lost in fleet["totals"]
     ]
+    head = (
+        "request",
+        "came at",
+        "sent to",
+        "decoded by",
+        "why there",
+        "expected cached",
+        "found cached",
+        "end at",
+    )
+    requests = [
+        [
+            r["id"],
+            r["t"],
+            r["refused"] or ", ".join(r["to"]),
+            ", ".join(r["decoders"]) or "the same",
+            *(r[key] for key in ("reason", "expected", "cached", "end")),
+        ]
+        for r in fleet["requests"][:500]
+    ]
     more = (
         "" if len(fleet["requests"]) == fleet["num_requests"] else f", the first {len(fleet['requests']):,}"
     )
@@ -124,7 +144,7 @@ def fleet_section(number: int, fleet: Mapping[str, Any]) -> str:
         f'<code>--instance NAME</code> shows one step by step.</p><div id="fleet-{number}"></div>\n'
         f"<noscript>{table(('instance', 'role', 'steps', 'joined at', 'gone', 'blocks'), lines)}</noscript>\n"
         f"<h3>Routing</h3>{scrolled(table(('instance', 'why there', 'requests'), fleet['chosen']), 'choices')}"
-        f'<div id="routing-{number}"></div>\n<h3>Transfers of KV</h3><div id="moves-{number}"></div>\n'
+        f'<div id="routing-{number}"></div>\n<noscript>{table(head, requests)}</noscript>\n<h3>Transfers of KV</h3><div id="moves-{number}"></div>\n'
         + (
             scrolled(
                 table(("what", "from", "to", "transfers", "bytes arrived", "bytes lost"), totals), "transfers"

@@ -254,6 +254,37 @@ def test_the_check_up_shows_the_costs_of_every_block_size(tab, shown):
         assert tab.get_by_text(facts["said"][0]).count() >= 1
 
 
+def test_without_scripts_a_fleet_and_a_trace_are_tables(browser, file, shown):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    rows = len(shown["fleet"]["instances"]) + len(shown["fleet"]["requests"])
+    assert page.locator("section[aria-label^=fleet] noscript tbody tr").count() == rows
+    for curve in shown["curves"]:
+        section = page.locator("section", has_text=f"against capacity: {curve['name']}")
+        assert section.locator("tbody tr").count() == len(curve["capacities"])
+    context.close()
+
+
+def test_many_blocks_share_a_cell_and_the_legend_says_so(browser, tmp_path):
+    limits = {
+        "max_model_len": 1024,
+        "observe": partial(Recorder, tmp_path / "r.jsonl", about={"kind": "simulated"}),
+    }
+    simulate(
+        chat(2, turns=1, seed=1), PagedManager(num_blocks=9001, block_size=BLOCK), COST, LIMITS, **limits
+    )
+    (tmp_path / "r.html").write_text(make_page([run_facts(tmp_path / "r.jsonl")], [], prefix=explorer(4)))
+    page = _open(browser, tmp_path / "r.html", 1280, "light")
+    assert "each cell stands for 3 blocks" in page.locator("#pool-0 .legend").inner_text()
+    canvas = page.locator("#pool-0 canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 2, box["y"] + 2)
+    assert page.locator("#pool-0 .readout").inner_text() == "blocks 1 to 3"
+    page.close()
+
+
 def test_nothing_in_the_data_ends_the_data(file):
     block = file.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0]
     assert json.loads(block)["fleets"][0]["instances"][0]["name"] == HOSTILE

@@ -144,7 +144,8 @@ def fleet_section(number: int, fleet: Mapping[str, Any]) -> str:
         f'<code>--instance NAME</code> shows one step by step.</p><div id="fleet-{number}"></div>\n'
         f"<noscript>{table(('instance', 'role', 'steps', 'joined at', 'gone', 'blocks'), lines)}</noscript>\n"
         f"<h3>Routing</h3>{scrolled(table(('instance', 'why there', 'requests'), fleet['chosen']), 'choices')}"
-        f'<div id="routing-{number}"></div>\n<noscript>{table(head, requests)}</noscript>\n<h3>Transfers of KV</h3><div id="moves-{number}"></div>\n'
+        f'<div id="routing-{number}"></div>\n<noscript>{table(head, requests)}</noscript>\n'
+        f'<h3>Transfers of KV</h3><div id="moves-{number}"></div>\n'
         + (
             scrolled(
                 table(("what", "from", "to", "transfers", "bytes arrived", "bytes lost"), totals), "transfers"

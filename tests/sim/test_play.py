@@ -376,7 +376,9 @@ def test_measured_steps_on_a_simulated_clock_skip_as_they_plan() -> None:
     whole, skipped = runs
     assert [r.finished_s for r in skipped.records] == pytest.approx([r.finished_s for r in whole.records])
     assert skipped.busy_s == pytest.approx(whole.busy_s) and whole.num_steps == skipped.num_steps
-    assert cost.decode_steps_s(9, 100, 1) > cost.decode_steps_s(8, 100, 1)  # as a router asks for a full instance
+    assert cost.decode_steps_s(9, 100, 1) > cost.decode_steps_s(
+        8, 100, 1
+    )  # as a router asks for a full instance
 
 
 def test_the_load_of_a_plan_is_counted_in_tiles() -> None:

@@ -140,6 +140,26 @@ MUTANTS = (
         "self._uses[b] * self._cost[b]",
         (POLICIES,),
     ),
+    Mutant("gdsf-kept: counts go with the block", "1 + self._uses_before(b, key)", "1", (POLICIES,)),
+    Mutant(
+        "lirs: all that comes back is low", "or last > self._used[next(iter(low))]", "or last", (POLICIES,)
+    ),
+    Mutant(
+        "reuse-credit: uses go with the block", "self._uses[b] = uses + 1", "self._uses[b] = 1", (POLICIES,)
+    ),
+    Mutant("reuse-credit: outcomes never fade", "if self._since >= self._period", "if False", (POLICIES,)),
+    Mutant(
+        "reuse-credit: the end of a prompt is like the rest",
+        "2 * length.bit_length() + last",
+        "2 * length.bit_length()",
+        (POLICIES,),
+    ),
+    Mutant(
+        "a replay finds the newest of twins",
+        "held[key] = others.pop(0)",
+        "held[key] = others.pop()",
+        ("sim/test_replay_engine.py::test_F004_copies_behind_a_missing_block_are_the_managers",),
+    ),
     # ------------------------------------------------------------------ the engine
     Mutant(
         "samples fork a token early",

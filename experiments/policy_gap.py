@@ -17,6 +17,7 @@ import numpy as np
 from pagedjax.cache.eviction import EvictionPolicy
 from pagedjax.cache.policies import ReuseCredit
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, Value, cell
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.curve import belady_bound, load_references
 from pagedjax.sim.replay import BlockStore, LRUStore, PolicyStore, replay, stream_refs
 from pagedjax.sim.trace import Trace, open_trace
@@ -204,17 +205,22 @@ def _least_over_lru(rows: list[TableRow]) -> list[float]:
     return [min(100 * (r["by_block"] - r["lru"]) for r in own)] if whole else []
 
 
-def _plot(rows: list[TableRow], axes: Any) -> None:
-    trace = "conversation" if any(r["trace"] == "conversation" for r in rows) else rows[0]["trace"]
-    own = [r for r in rows if r["part"] == "trace" and r["trace"] == trace]
-    lines = {"lru": "LRU", "best_other": "best of the others", "by_block": "reuse-credit",
-             "one_timers_known": "LRU, one-timers known", "bound": "bound"}  # fmt: skip
-    for column, label in lines.items():
-        axes.plot([r["capacity_blocks"] for r in own], [r[column] for r in own], marker="o", label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel(f"capacity, blocks ({trace})")
-    axes.set_ylabel("hit ratio by block")
-    axes.legend(fontsize=8)
+def _plot(rows: list[TableRow], figure: Any) -> None:
+    """Hit ratio against capacity of LRU, the best classical policy, reuse-credit and what bounds them, by trace."""
+    labels = {"lru": "LRU", "best_other": "best of the others", "by_block": "reuse-credit",
+              "one_timers_known": "LRU, one-timers known", "bound": "bound"}  # fmt: skip
+    traces = list(dict.fromkeys(r["trace"] for r in rows if r["part"] == "trace"))
+    made = panels(figure, traces, columns=min(len(traces), 2))
+    for trace, axes in zip(traces, made):
+        own = [r for r in rows if r["part"] == "trace" and r["trace"] == trace]
+        series = []
+        for column, label in labels.items():
+            there = [r for r in own if r.get(column) is not None]
+            series.append(Series(label, [r["capacity_blocks"] for r in there], [r[column] for r in there]))
+        curves(axes, series, style={label: i for i, label in enumerate(labels.values())})
+        at_each(axes, [r["capacity_blocks"] for r in own], base=10)
+        label_axes(axes, "capacity, blocks", "hit ratio by block")
+    from_zero(*made)
 
 
 _OWN = "no paper: this project's policy on Mooncake's conversation trace"

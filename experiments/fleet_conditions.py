@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell, ratio
-from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels, short
+from pagedjax.lab.drawing import Series, at_each, curves, from_zero, label_axes, panels
 from pagedjax.sim.fleet import Arrivals, StoreSpec, run_fleet
 
 from ._fleet import CONVERSATION, LLAMA, SYNTHETIC, instances, mooncake, row, shared_prefixes
@@ -88,7 +88,7 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
     found = {(r["router"], r["kv_tokens"], r["step_tokens"]): r for r in shared}
     titles = [
         "gateway: hit rate",
-        "gateway: first form over round robin, tokens/s",
+        "gateway: gain in tokens/s",
         "hits, one pool over apart",
     ]
     made = panels(figure, titles, columns=3)
@@ -98,9 +98,9 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
         pools = sorted({pool for _, pool, s in found if s == step})
         for name in GATEWAY:
             y = [found[name, pool, step]["hit_by_token"] for pool in pools]
-            hits.append(Series(f"{name}, {short(step)} a step", pools, y))
+            hits.append(Series(f"{name}, {step:,} a step", pools, y))
         pairs = [[found[name, pool, step]["input_tokens_per_s"] for name in GATEWAY] for pool in pools]
-        gains.append(Series(f"{short(step)} a step", pools, [first / plain for plain, first in pairs]))
+        gains.append(Series(f"{step:,} a step", pools, [first / plain for plain, first in pairs]))
     crosses = [Series(f"{name}, printed", [POOLS[0]], [printed[name]], printed=True) for name in GATEWAY]
     curves(made[0], [*hits, *crosses])
     curves(made[1], [*gains, Series("printed", [POOLS[0]], [1.92], printed=True)])
@@ -190,6 +190,8 @@ EXPERIMENT = Experiment(
         "the gateway's three figures go together where both conditions are changed: with 60,000 tokens of KV and "
         "32,768 computed at once round robin hits 23 %, the first form 77 %, and brings 2.06 x. Memory alone moves "
         "round robin and not the first form; the step moves the first form, for prompts of a group that are computed "
-        "in one step do not find each other (SGLang v0.4 runs its scheduler a batch ahead, so more are under way)"
+        "in one step do not find each other (SGLang v0.4 runs its scheduler a batch ahead, so more are under way). One "
+        "pool over caches apart brings 2.8 x and 4.9 x the hits where requests go anywhere, and nothing where a router "
+        "sends them to what is cached (1.05 and 1.00): the printed 2.36 lies between"
     ),
 )

@@ -78,7 +78,7 @@ class SweepRows(list[TableRow]):
                 if is_number(row.get(y)):
                     name = ", ".join(str(row[key]) for key in keys if key != x) or y
                     lines.setdefault(name, []).append((row[x], row[y]))
-            if len(lines) <= 8:
+            if len(lines) <= 10:
                 parts.append(show.lines(lines, x=x, y=y))
         parts.append(show.table([{name: row.get(name) for name in (*keys, *first)} for row in means]))
         return show.card("Sweep", *parts)

@@ -106,7 +106,8 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str
     ]
     labels = []
     for number, (name, line) in enumerate(drawn.items()):
-        colour, dashes = _STROKES[number % len(_STROKES)]
+        again = number // len(_STROKES)  # the colours a second time, with other dashes
+        colour, dashes = _STROKES[number % len(_STROKES)][0], _STROKES[(number + again) % len(_STROKES)][1]
         path = "L".join(f"{at[0]} {at[1]}" for at in map(place, line))
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>')

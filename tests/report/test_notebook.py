@@ -98,6 +98,12 @@ def test_what_is_unknown_is_not_0():
     assert "3 more rows" in show.table([{"a": i} for i in range(5)], most=2)
 
 
+def test_ten_lines_differ_by_colour_or_dashes():
+    text = show.lines({str(i): [(1.0, i), (2.0, i)] for i in range(1, 11)}, x="x", y="y")
+    drawn = re.findall(r'stroke="(#\w+)" stroke-width="2"(?: stroke-dasharray="([^"]+)")?', text)
+    assert len(drawn) == len(set(drawn)) == 10
+
+
 def test_lines_keep_their_ends_and_leave_out_what_is_not_finite():
     many = [(float(i), float(i)) for i in range(1, 5001)]
     text = show.lines({"a": many, "b": [(1.0, math.nan), (2.0, 1.0)], "c": []}, x="x", y="y", log_x=True)

@@ -124,10 +124,15 @@ class KvOverlap(Router):
     def _book(self, prompt: Prompt, worker: Worker, step: int) -> None:
         active = self._active.setdefault(worker.number, Counter())
         digests = prompt.digests(worker.block_size)
-        for digest in digests:
-            active[digest] += step
-            if not active[digest]:
-                del active[digest]
+        if step > 0:
+            active.update(digests)
+        else:
+            for digest in digests:
+                left = active[digest] - 1
+                if left:
+                    active[digest] = left
+                else:
+                    del active[digest]
         self._tails[worker.number] += step * (len(digests) * worker.block_size < prompt.num_tokens)
 
     def choose(self, prompt: Prompt, view: View, now: float) -> Choice:
@@ -211,7 +216,8 @@ class Mooncake(Router):
         best: tuple[float, int, Worker, str] | None = None
         for worker in view.workers:
             forecast = view.forecast(prompt, worker, now)
-            if forecast.matched + forecast.fetched <= self.balancing * forecast.matched:
+            total = forecast.matched + forecast.fetched
+            if forecast.fetched and total <= self.balancing * forecast.matched:
                 forecast = view.forecast(prompt, worker, now, fetch=False)
             found = (forecast.ttft_s, worker.number, worker, "transfer" if forecast.fetched else "ttft")
             if best is None or found[:2] < best[:2]:

@@ -101,21 +101,26 @@ class Preble(Router):
             others = [w for w in view.workers if w is not worker]
             if others and self._has_doubled(key, now):
                 del self._ttft[key]
-                worker, reason = self._explore(prompt, view, others, matches), "replicate"
+                worker, reason = self._explore(prompt, view, others, matches, loads), "replicate"
             elif loads[worker.number] == max(loads.values()) > self.balance * loads[lightest.number]:
                 worker, reason = lightest, "rebalance"
         else:
-            worker, reason = self._explore(prompt, view, view.workers, matches), "explore"
+            worker, reason = self._explore(prompt, view, view.workers, matches, loads), "explore"
         return Choice(worker, reason)
 
     def _explore(
-        self, prompt: Prompt, view: View, workers: Sequence[Worker], matches: dict[int, int]
+        self,
+        prompt: Prompt,
+        view: View,
+        workers: Sequence[Worker],
+        matches: dict[int, int],
+        loads: dict[int, float],
     ) -> Worker:
         def cost(worker: Worker) -> tuple[float, int]:
             matched = min(matches[worker.number], prompt.num_tokens - 1)
             prefill = worker.prefill_s(prompt.num_tokens - matched, matched)
             evicted = self._eviction_s(prompt, worker, view, matched)
-            return self._load_s(worker.number) + evicted + prefill, worker.number
+            return loads[worker.number] + evicted + prefill, worker.number
 
         return min(workers, key=cost)
 

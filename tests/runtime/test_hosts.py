@@ -28,6 +28,7 @@ import numpy as np
 from pagedjax import LLM, SamplingParams
 from pagedjax.runtime.hosts import Hosts
 folder, address, count, index, devices, requests = sys.argv[1:3] + [int(x) for x in sys.argv[3:]]
+few = 0 <= requests <= 10  # few shapes and kinds: quickly compiled
 import jax
 meet = jax.distributed.initialize
 def joined(*args):
@@ -38,7 +39,7 @@ llm = LLM(
     folder, progress=False, cache_dir=folder, hosts=Hosts(address, count, index, 60) if count > 1 else None,
     runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", runtime__checked=True,
     model__max_model_len=64, cache__num_blocks=25, cache__block_size=4, cache__host_blocks=30,
-    scheduler__preemption="swap", scheduler__max_num_seqs=4, scheduler__token_budget=16, scheduler__chunk_tokens=8,
+    scheduler__preemption="swap", scheduler__max_num_seqs=1 if few else 4, scheduler__token_budget=4 if few else 16,
 )
 if index:
     llm.follow()
@@ -51,13 +52,14 @@ rng, kinds = np.random.default_rng(0), [
     dict(), dict(logprobs=2, prompt_logprobs=1), dict(temperature=0.8, top_p=0.9, n=2), dict(beam_width=2, n=2),
     dict(presence_penalty=1.0),
 ]
+kinds = kinds[:2] if few else kinds
 stem = rng.integers(0, 256, 20).tolist()
 engine, out, at = llm.engine, {}, 0
 while at < requests or engine.has_work:
     for _ in range(int(rng.integers(0, 3))):
         if at < requests:
             prompt = stem[: int(rng.integers(0, 20))] + rng.integers(0, 256, int(rng.integers(1, 8))).tolist()
-            sampling = SamplingParams(max_tokens=6, ignore_eos=True, **kinds[at % 5])
+            sampling = SamplingParams(max_tokens=6, ignore_eos=True, **kinds[at % len(kinds)])
             engine.add(prompt, sampling, request_id=str(at))
             at += 1
     if at and rng.integers(12) == 0:
@@ -132,13 +134,13 @@ def result(ended):
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(folder):
-    (alone,) = finish(start(folder, 1, 2, 10))
-    first, second = finish(start(folder, 2, 2, 10))
+    (alone,) = finish(start(folder, 1, 2, 6))
+    first, second = finish(start(folder, 2, 2, 6))
     one, two = result(alone), result(first)
-    assert two["tokens"] == one["tokens"] and len(two["tokens"]) >= 7  # the others were aborted
+    assert two["tokens"] == one["tokens"] and len(two["tokens"]) >= 3  # the others were aborted
     assert second[:2] == (0, "")
     assert one["stats"] is None and two["stats"]["processes"] == 2
-    assert 500 < two["stats"]["message_bytes"] < 20_000
+    assert 500 < two["stats"]["message_bytes"] < 20_000 and two["stats"]["messages"] > 20
 
 
 @pytest.mark.full

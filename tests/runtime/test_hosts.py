@@ -38,7 +38,7 @@ jax.distributed.initialize = joined
 llm = LLM(
     folder, progress=False, cache_dir=folder, hosts=Hosts(address, count, index, 60) if count > 1 else None,
     runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", runtime__checked=True,
-    model__max_model_len=64, cache__num_blocks=25, cache__block_size=4, cache__host_blocks=30,
+    model__max_model_len=64, cache__num_blocks=18, cache__block_size=4, cache__host_blocks=30,
     scheduler__preemption="swap", scheduler__max_num_seqs=1 if few else 4, scheduler__token_budget=4 if few else 16,
 )
 if index:
@@ -64,6 +64,8 @@ while at < requests or engine.has_work:
             at += 1
     if at and rng.integers(12) == 0:
         engine.abort(str(int(rng.integers(at))))
+    if engine.scheduler.running and rng.integers(8) == 0:
+        engine.scheduler._preempt(engine.scheduler.running[0])
     for output in engine.step() if engine.has_work else []:
         out[output.request_id] = [list(c.token_ids) for c in output.outputs]
 print(json.dumps({"tokens": out, "swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}))

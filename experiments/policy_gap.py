@@ -210,7 +210,7 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
     labels = {"lru": "LRU", "best_other": "best of the others", "by_block": "reuse-credit",
               "one_timers_known": "LRU, one-timers known", "bound": "bound"}  # fmt: skip
     traces = list(dict.fromkeys(r["trace"] for r in rows if r["part"] == "trace"))
-    made = panels(figure, traces, columns=min(len(traces), 2))
+    made = panels(figure, traces, columns=min(len(traces), 2), width=4.5)
     for trace, axes in zip(traces, made):
         own = [r for r in rows if r["part"] == "trace" and r["trace"] == trace]
         series = []

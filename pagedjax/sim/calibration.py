@@ -21,7 +21,9 @@ from pagedjax.sim.cost import calibrate as fit_roofline
 from pagedjax.sim.play import WatchedRunner
 from pagedjax.sim.programs import TILE, StepSample, StepTimes, load_of
 
-_DECODES = 8  # steps of a phase that only decode
+# Steps of a phase that only decode. On the CPUs measured the first dozen after a prompt are up to 1.7 times as slow
+# as those after them; a run has more of the latter.
+_DECODES = 32
 _MOST_TOKENS = 6000  # of all contexts of a phase: they have to be computed first
 _PART = 0.6  # of a program's room, where a held-out step lies
 _MANY = 1_000_000  # tokens that no answer of a phase reaches

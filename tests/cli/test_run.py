@@ -296,7 +296,7 @@ def test_200_requests_of_smollm_are_planned_as_simulated(
     assert main(["calibrate", str(hardware), *machine]) == 0
     said = capsys.readouterr().out
     trace = data_dir / "data" / "traces" / "sharegpt_llama31_tokens_300.jsonl.gz"
-    cut = ["--head", "200", "--made-tokens", "--max-prompt", "160", "--max-tokens", "40", "--rate", "1000"]
+    cut = ["--head", "200", "--made-tokens", "--max-prompt", "64", "--max-tokens", "16", "--rate", "1000"]
     ratios = []
     for _ in range(5):
         out = _json(capsys, "run", trace, *machine, *cut, "--beside-simulation", hardware)

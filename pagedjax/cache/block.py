@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pagedjax.cache.protocol import NO_HINTS, Hints, InvariantError
 
 if TYPE_CHECKING:
+    from pagedjax.cache.changes import Journal
     from pagedjax.cache.eviction import EvictionPolicy
     from pagedjax.cache.prefix import PrefixIndex
 
@@ -57,7 +58,7 @@ class BlockPool:
         self.readers: dict[int, int] = {}  # block -> pending copies that read it
         self._leaving: list[list[int]] = []  # released batches, tail first, that wait for their readers
         self.leaving: set[int] = set()  # the blocks in them
-        self.changed: set[int] | None = None  # blocks whose owners or content changed; None: nobody asks
+        self.journal: Journal | None = None  # told of owners and contents that change; None: nobody asks
 
     @property
     def num_usable(self) -> int:
@@ -96,8 +97,8 @@ class BlockPool:
         ref = self.ref
         for b in out:
             ref[b] = 1
-        if self.changed is not None:
-            self.changed.update(out)
+        if self.journal is not None:
+            self.journal.taken(out)
         return out
 
     def evict(self, n: int, now: float = 0.0) -> list[int]:
@@ -149,8 +150,8 @@ class BlockPool:
         self.index.forget(blocks, gone)  # type: ignore[arg-type]
         for b in blocks:
             keys[b] = None
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self.journal is not None:
+            self.journal.dropped(blocks)
         self.num_evictable -= len(blocks)
         self.num_recycled += len(blocks)
 
@@ -164,8 +165,8 @@ class BlockPool:
             first: Position of the first of them in its table.
         """
         ref = self.ref
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self.journal is not None:
+            self.journal.shared(blocks)
         idle = [b for b in blocks if not ref[b]]
         if len(idle) == len(blocks):
             for b in idle:
@@ -192,8 +193,8 @@ class BlockPool:
         ref = self.ref
         for b in blocks:
             ref[b] += 1
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self.journal is not None:
+            self.journal.shared(blocks)
 
     def free(self, blocks: Sequence[int], now: float = 0.0) -> None:
         """Drop one reference of each; blocks without any return to the queue, the tail first.
@@ -218,8 +219,8 @@ class BlockPool:
             for b in blocks:
                 ref[b] += 1
             raise InvariantError(f"block {culprit}: freed more often than referenced; ref_cnt {ref[culprit]}")
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self.journal is not None:
+            self.journal.freed(blocks)
         if self.readers and any(b in self.readers for b in idle):
             self._leaving.append(idle)
             self.leaving.update(idle)

@@ -1,4 +1,4 @@
-"""Which blocks changed since it was last asked: what a record of a run is made of."""
+"""What happened to the blocks since it was last asked: what a record of a run is made of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,49 @@ from collections.abc import Mapping, Sequence
 from pagedjax.cache.groups import Group
 from pagedjax.cache.sequence import SeqState
 
-# Of each group in which something changed: its number, the blocks that did, references and digest of each. Columns
-# rather than a tuple for each block: what a recorder holds for a while stays out of the collector's way.
-Changed = list[tuple[int, list[int], list[int], list[bytes | None]]]
+
+class Journal(list[str]):
+    """What happened to a pool's blocks, in order; each event a list in JSON.
+
+    It is text at once: a list of numbers turns into JSON in one call, which takes no longer than a copy that later
+    changes of the list leave alone, and text stays out of the collector's way.
+
+    Attributes:
+        grew: Were blocks handed out since `Changes.take`? Else no table has grown into new ones.
+    """
+
+    __slots__ = ("grew",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grew = False
+
+    def taken(self, blocks: list[int]) -> None:
+        """Handed out: each has one owner now."""
+        self.grew = True
+        self.append(f'["take",{blocks!r}]')
+
+    def shared(self, blocks: list[int]) -> None:
+        """Each gained an owner."""
+        self.append(f'["share",{blocks!r}]')
+
+    def freed(self, blocks: Sequence[int]) -> None:
+        """Each lost an owner as often as it is listed."""
+        self.append(f'["free",{[*blocks]!r}]')
+
+    def dropped(self, blocks: list[int]) -> None:
+        """Their contents are gone."""
+        self.append(f'["drop",{blocks!r}]')
+
+    def filled(self, blocks: list[int], digests: Sequence[bytes]) -> None:
+        """Their contents are indexed now."""
+        self.append(f'["fill",{blocks!r},"{",".join([digest.hex() for digest in digests])}"]')
 
 
 class Changes:
-    """While it lives, the pools list each block whose owners or content change.
+    """While it lives, the pools tell each block whose owners or content change.
+
+    What the blocks hold when it begins is told first, as if it happened then.
 
     Args:
         groups: Whose pools.
@@ -22,31 +58,49 @@ class Changes:
 
     Attributes:
         books_tables: Does `commit` change tables: twins made one, or blocks behind a window let go of?
+        grew: Were blocks handed out before the last `take`?
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[int, SeqState], books_tables: bool) -> None:
         self._states = states
         self._pools = [group.pool for group in groups]
         self.books_tables = books_tables or any(group.window is not None for group in groups)
+        self.grew = False
+        self._journals = []
         for pool in self._pools:
-            pool.changed = set()
+            journal = Journal()
+            if held := [b for b, owners in enumerate(pool.ref) if owners]:
+                journal.taken(held)
+            if more := [b for b in held for _ in range(pool.ref[b] - 1)]:
+                journal.shared(more)
+            known = [(b, key) for b, key in enumerate(pool.keys) if key is not None]
+            if known:
+                journal.filled([b for b, _ in known], [key for _, key in known])
+            self._journals.append(journal)
+            pool.journal = journal
 
-    def take(self) -> Changed:
-        """What changed since the last call, in no order."""
-        out: Changed = []
-        for number, pool in enumerate(self._pools):
-            if changed := pool.changed:
-                ref, keys = pool.ref, pool.keys
-                out.append((number, [*changed], [ref[b] for b in changed], [keys[b] for b in changed]))
-                changed.clear()
-        return out
+    def take(self) -> str:
+        """What happened since the last call: of each pool a list of events, in JSON; empty where nothing did."""
+        grew = some = False
+        for journal in self._journals:
+            if journal:
+                some = True
+                grew = grew or journal.grew
+        self.grew = grew
+        if not some:
+            return ""
+        out = "],[".join([",".join(journal) for journal in self._journals])
+        for journal in self._journals:
+            journal.clear()
+            journal.grew = False
+        return f"[[{out}]]"
 
-    def tables(self, seq: int) -> tuple[list[int], ...] | None:
+    def tables(self, seq: int) -> list[list[int]] | None:
         """A sequence's live table in each group, not to be changed; None: it holds no blocks."""
         state = self._states.get(seq)
-        return None if state is None or state.recorded else tuple(state.tables)
+        return None if state is None or state.recorded else state.tables
 
     def stop(self) -> None:
-        """The pools list nothing any more."""
+        """The pools tell nothing any more."""
         for pool in self._pools:
-            pool.changed = None
+            pool.journal = None

@@ -435,7 +435,7 @@ class PagedManager:
         return audit.snapshot(self._groups, self._seqs, self.stats, self.now)
 
     def watch(self) -> Changes:
-        """List the blocks that change from now on; one list at a time, `stop` ends it."""
+        """Tell what the blocks hold and what happens to them from now on; once at a time, `stop` ends it."""
         return Changes(self._groups, self._seqs, books_tables=self.dedup)
 
     def resident(self) -> Resident:

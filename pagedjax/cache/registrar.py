@@ -87,8 +87,8 @@ class Registrar:
         keys = pool.keys
         for b, digest in zip(blocks, digests):
             keys[b] = digest
-        if pool.changed is not None:
-            pool.changed.update(blocks)
+        if pool.journal is not None:
+            pool.journal.filled(blocks, digests)
         if group.link is not None:
             group.link(before, blocks[0])
         pool.policy.insert(blocks, digests, first, state.hints, now)

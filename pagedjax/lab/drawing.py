@@ -15,9 +15,9 @@ from typing import Any
 
 from pagedjax.lab.claims import Estimate, TableRow
 
-# Dark to light and back, of hues that most colour-blind readers tell apart (Okabe and Ito's, two of them darker).
 # Curves that differ by less, relatively, at every point lie under one another.
 HIDDEN = 0.01
+# Dark to light and back, of hues that most colour-blind readers tell apart (Okabe and Ito's, two of them darker).
 _COLOURS = (
     "#000000",
     "#0072b2",

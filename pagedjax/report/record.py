@@ -21,10 +21,20 @@ A fleet's record is one file; frames of an instance carry its number `i`, and th
 
 Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens, samples drawn]` of a step's rows,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that
-had a row then and have none now. `step`, `end` and `close` carry `blocks`: `[group, block, owners]` of every block that
-changed since the frame before, with a fourth entry where its content did (the digest in hex, null: not indexed any
-more). `tables` are `[sequence, group, position, blocks]` to write into a table, `gone` sequences that hold none any
-more. An exploration's frames carry the `command` that they come from. Replaying the frames gives the manager's state.
+had a row then and have none now, though their request goes on. `step`, `end` and `close` carry `pools`: of each pool
+what happened to its blocks since the frame before, in order, each as a list:
+
+- `"take", blocks`: handed out, one owner each
+- `"share", blocks`: one owner more; `"free", blocks`: one less, as often as listed
+- `"fill", blocks, digests`: their contents are indexed; digests in hex, between commas; `"drop", blocks`: not any more
+
+The first of them tells what the pools held before, as if it happened then.
+
+Who reads a record gets `blocks` in its place: `[group, block, owners]` of every block that changed since the frame
+before, with a fourth entry where its content did (the digest in hex, null: not indexed any more). Explorations and
+version 1 wrote that into the file. `tables` are `[sequence, group, position, blocks]` to write into a table, `gone`
+sequences that hold none any more. An exploration's frames carry the `command` that they come from. Replaying the frames
+gives the manager's state.
 """
 
 from __future__ import annotations
@@ -37,17 +47,15 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.cache import PagedManager
-from pagedjax.cache.changes import Changed
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.request import Request, RequestOutput
 from pagedjax.engine.request import Sequence as Seq
-from pagedjax.engine.step import StepPlan, StepResult
+from pagedjax.engine.step import Row, StepPlan, StepResult
 from pagedjax.report.replay import VERSION, Record, RecordError, Replay, open_text, read_record, replay
 
 __all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
-_Told = tuple[int, int, int, list[int]]  # sequence, group, position, blocks from there on
 _MOST_HELD = 32  # frames that a kill may cost
 
 
@@ -86,7 +94,7 @@ class Recorder:
 
     Where the manager is a `PagedManager`, its pools tell which blocks changed; nothing is scanned. Close it (or leave
     its `with` block) to write the closing frame; a record without one can be read all the same. Frames of steps are
-    put together as text, field by field: a step of a simulation takes no longer than encoding a dictionary would.
+    put together as text, field by field, from lists that become JSON in one call each.
 
     Args:
         path: File to write; an older one is replaced. Its folder must exist. Or a fleet's file that is being written.
@@ -121,15 +129,16 @@ class Recorder:
         self._paged = paged
         self._width = engine.scheduler.table_width
         self._size = self._manager.block_size
-        self._keys: list[list[bytes | None]] = [[None] * count for count in self._manager.pool_blocks]
         self._tables: dict[int, _Lists] = {}
         self._owners: dict[int, str] = {}  # sequence with a table → its request
         self._admitted: dict[str, int] = {}  # request id → preemptions when it was last seen to run
         self._preemptions = 0
-        # Of each row of the step before, its sequence, and the position behind what it fed.
-        self._seqs: tuple[Seq, ...] = ()
-        self._ends: tuple[int, ...] = ()
-        self._held: list[Any] = []  # frames that are not text yet
+        # Of each row of the step before whose request goes on, its sequence, and the position behind what it fed.
+        self._seqs: list[Seq] = []
+        self._ends: list[int] = []
+        self._drew = True  # each of these rows drew one token
+        self._stepped = False
+        self._held: list[str] = []  # frames to be written together
         self._lost: dict[str, str] = {}  # preempted since the frame before → how
         self._gone: dict[str, int] = {}  # request id → its preemptions that were told
         self._branched = 0  # requests of several samples or beams that have not ended
@@ -168,22 +177,26 @@ class Recorder:
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
+        rows, known = plan.rows, self._seqs
+        seqs = [row[0] for row in rows]
+        starts = [row[1] for row in rows]
+        same = len(known)
         parts: list[str] = []
-        seqs, starts, counts, samples = zip(*plan.rows) if plan.rows else ((), (), (), ())
-        # Rows that only go on, as in most steps, are compared as a whole.
+        # Most rows go on where they stopped: these are compared as a whole. Rows of one token come first in a plan,
+        # and whoever drew a token draws one for each that it feeds.
         if (
-            seqs == self._seqs
-            and starts == self._ends
-            and sum(counts) == len(seqs) == sum(map(len, samples))
+            self._drew
             and not self._branched
+            and (seqs == known if len(seqs) == same else seqs[:same] == known)
+            and (starts == self._ends if len(starts) == same else starts[:same] == self._ends)
+            and (not same or rows[same - 1][2] == 1)
         ):
-            size = self._size
-            grown = [i for i, start in enumerate(starts) if not start % size]
-            self._ends = tuple([start + 1 for start in starts])
+            self._ends = [start + 1 for start in starts]
+            new = self._rows(rows, same, {}, parts) if len(rows) > same else []
         else:
-            grown = self._rows(plan, parts)
-            self._seqs = seqs
-            self._ends = tuple([start + count for start, count in zip(starts, counts)])
+            same = 0
+            new = self._rows(rows, 0, {seq.seq_id: end for seq, end in zip(known, self._ends)}, parts)
+        self._seqs = seqs
         left: list[int] = []
         if self._lost or self._scheduler.num_preemptions != self._preemptions:
             left = self._preempted(parts)
@@ -193,25 +206,47 @@ class Recorder:
             parts.append(f',"copy_s":{result.copy_s!r}')
         if result.compile_s:
             parts.append(f',"compile_s":{result.compile_s!r}')
-        blocks = self._changes.take() if self._changes is not None else []
-        tables: list[_Told] = []
-        if blocks or self._paged is None:
-            left += self._table_changes(plan, grown, tables)
+        changes = self._changes
+        happened = changes.take() if changes is not None else ""
+        tables: list[str] = []
+        if happened or self._paged is None:
+            if same and (changes is None or changes.grew):
+                size = self._size
+                new = [i for i in range(same) if not starts[i] % size] + new
+            left += self._table_changes(plan, new, tables)
+            if happened:
+                parts.append(f',"pools":{happened}')
+            if tables:
+                parts.append(f',"tables":[{",".join(tables)}]')
         if left:
             parts.append(f',"gone":{left}')
+        self._stepped = True
         held = self._held
-        held.append((plan.step, started_s, ended_s, parts, blocks, tables))
+        held.append(
+            f'{{"frame":"step"{self._tag},"n":{plan.step},"t":{started_s - self._zero!r},"s":{ended_s - started_s!r}'
+            f"{''.join(parts)}}}\n"
+        )
         if len(held) >= _MOST_HELD:
             self.flush()
 
-    def _rows(self, plan: StepPlan[Seq], parts: list[str]) -> list[int]:
-        """Tell rows that do more than go on, who is admitted, who paused; the rows whose tables may have grown."""
-        before = {seq.seq_id: end for seq, end in zip(self._seqs, self._ends)}
+    def _rows(
+        self, told: Sequence[Row[Seq]], first: int, before: dict[int, int], parts: list[str]
+    ) -> list[int]:
+        """Tell rows from the first on that do more than go on, who is admitted, who of those before paused.
+
+        Returns:
+            The rows whose tables may have grown: that begin, or fill a block.
+        """
         rows: list[str] = []
         admitted: list[str] = []
-        grown: list[int] = []  # rows that begin, or fill a block
-        for number, (seq, start, num_tokens, samples) in enumerate(plan.rows):
+        grown: list[int] = []
+        drew = True
+        del self._ends[first:]
+        for number in range(first, len(told)):
+            seq, start, num_tokens, samples = told[number]
             seq_id = seq.seq_id
+            self._ends.append(start + num_tokens)
+            drew = drew and len(samples) == 1
             if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
                 if not start % self._size or seq_id not in self._tables:
                     grown.append(number)
@@ -221,6 +256,7 @@ class Recorder:
             if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
                 admitted.append(self._admission(seq.request, name, start))
             rows.append(f"[{seq_id},{name},{seq.index},{start},{num_tokens},{len(samples)}]")
+        self._drew = drew
         if admitted:
             parts.append(f',"admitted":[{",".join(admitted)}]')
         if rows:
@@ -231,51 +267,39 @@ class Recorder:
 
     def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
         """Steps in which every running sequence got its next token, and nothing else happened."""
-        self._ends = tuple([end + count for end in self._ends])
-        self._held.append((first_step, count, started_s, ended_s))
+        self._ends = [end + count for end in self._ends]
+        self._held.append(
+            f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count},"t":{started_s - self._zero!r},'
+            f'"s":{ended_s - started_s!r}}}\n'
+        )
 
     def ended(self, request: Request, output: RequestOutput, now: float) -> None:
         """A request ended, in a step or between two."""
         seqs = [seq.seq_id for seq in request.sequences]
         self._forget([seq for seq in seqs if seq in self._tables])
+        for seq in request.sequences:
+            if seq in self._seqs:
+                at = self._seqs.index(seq)
+                del self._seqs[at], self._ends[at]
         self._admitted.pop(request.request_id, None)
         self._gone.pop(request.request_id, None)
         self._branched -= request.sampling.num_sequences > 1
         reason = str(output.outputs[0].finish_reason) if output.outputs else "abort"
         ttft = "null" if output.ttft_s is None else repr(output.ttft_s)
-        text = (
+        # What was there at the beginning belongs to a step: a page shows nothing before the first.
+        changes = self._changes if self._stepped else None
+        happened = changes.take() if changes is not None else ""
+        pools = f',"pools":{happened}' if happened else ""
+        self._held.append(
             f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)},"t":{now - self._zero!r},'
             f'"reason":{_quoted(reason)},"tokens":{[len(o.token_ids) for o in output.outputs]},"ttft_s":{ttft},'
-            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}'
+            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}{pools}}}\n'
         )
-        self._held.append((text, self._changes.take() if self._changes is not None else []))
 
     def flush(self) -> None:
-        """Write the frames that were only noted: they become text together, which is sooner than one by one."""
-        out: list[str] = []
-        tag, zero = self._tag, self._zero
-        for item in self._held:
-            if isinstance(item, str):
-                out.append(item)
-            elif len(item) == 6:
-                step, started, ended, parts, blocks, tables = item
-                out.append(f'{{"frame":"step"{tag},"n":{step},"t":{started - zero!r},"s":{ended - started!r}')
-                out += parts
-                out.append(self._blocks(blocks))
-                if tables:
-                    told = [f"[{seq},{group},{at},{new}]" for seq, group, at, new in tables]
-                    out.append(f',"tables":[{",".join(told)}]')
-                out.append("}\n")
-            elif len(item) == 4:
-                first, count, started, ended = item
-                out.append(
-                    f'{{"frame":"quiet"{tag},"n":{first},"count":{count},"t":{started - zero!r},'
-                    f'"s":{ended - started!r}}}\n'
-                )
-            else:
-                out += (item[0], self._blocks(item[1]), "}\n")
+        """Write the frames that wait."""
+        self._file.line("".join(self._held))
         self._held.clear()
-        self._file.line("".join(out))
 
     # -------------------------------------------------------------------- parts
 
@@ -308,21 +332,7 @@ class Recorder:
         self._forget(seqs)
         return seqs
 
-    def _blocks(self, changed: Changed) -> str:
-        """What changed since the frame before, as the field of a frame; empty where nothing did."""
-        out: list[str] = []
-        for number, *columns in changed:
-            known = self._keys[number]
-            for block, owners, key in zip(*columns):
-                if known[block] is key or known[block] == key:
-                    out.append(f"[{number},{block},{owners}]")
-                else:
-                    known[block] = key
-                    content = "null" if key is None else f'"{key.hex()}"'
-                    out.append(f"[{number},{block},{owners},{content}]")
-        return f',"blocks":[{",".join(out)}]' if out else ""
-
-    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], out: list[_Told]) -> list[int]:
+    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], out: list[str]) -> list[int]:
         """Tell tables that differ from what the record says; the sequences that hold none any more.
 
         Where only rows have tables and booking leaves them alone, those that may have grown are looked at; else all.
@@ -347,21 +357,21 @@ class Recorder:
                         if len(new) > (first := len(old)):
                             told = new[first:]
                             old += told
-                            out.append((seq.seq_id, group, first, told))
+                            out.append(f"[{seq.seq_id},{group},{first},{told}]")
                     continue
                 if lists is None:  # it ended in this step: what the plan had
-                    lists = tuple(_trimmed(table[i].tolist()) for table in plan.tables)
+                    lists = [_trimmed(table[i].tolist()) for table in plan.tables]
                 self._differences(seq, lists, out)
         return left
 
-    def _differences(self, seq: Seq, lists: _Lists, out: list[_Told]) -> None:
+    def _differences(self, seq: Seq, lists: Sequence[list[int]], out: list[str]) -> None:
         """Tell where a table differs from the one last told, and remember it."""
         seq_id = seq.seq_id
         old_lists = self._tables.get(seq_id)
         if old_lists is None:
             self._tables[seq_id] = tuple(new.copy() for new in lists)
             self._owners[seq_id] = seq.request.request_id
-            out += [(seq_id, group, 0, new.copy()) for group, new in enumerate(lists)]
+            out += [f"[{seq_id},{group},0,{new}]" for group, new in enumerate(lists)]
             return
         for group, (new, old) in enumerate(zip(lists, old_lists, strict=True)):
             if new == old:
@@ -369,7 +379,7 @@ class Recorder:
             shorter = min(len(new), len(old))
             first = next((i for i in range(shorter) if new[i] != old[i]), shorter)
             told = new[first:] + [0] * (len(old) - len(new))
-            out.append((seq_id, group, first, told))
+            out.append(f"[{seq_id},{group},{first},{told}]")
             old[first:] = new[first:]
 
     def _forget(self, seqs: Iterable[int]) -> None:
@@ -384,7 +394,8 @@ class Recorder:
         self.flush()
         parts = [f'{{"frame":"close"{self._tag}']
         if self._paged is not None and self._changes is not None:
-            parts.append(self._blocks(self._changes.take()))
+            if happened := self._changes.take():
+                parts.append(f',"pools":{happened}')
             state = self._paged.snapshot()
             queue = [group["free_queue"] for group in state["groups"]]
             stats = json.dumps(asdict(state["stats"]), separators=(",", ":"), allow_nan=False)

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from pagedjax.cache.stats import CacheStats
 
-VERSION = 1
+VERSION = 2
 Frame = dict[str, Any]
 
 
@@ -29,7 +29,8 @@ def open_text(path: Path, mode: str) -> IO[str]:
 class Record:
     """The frames of a record, the `run` frame first; read anew each time one begins with them.
 
-    A last line that a kill cut is left out. Iterating raises `RecordError` where the file is no record, of another
+    What happened in the pools is told as `blocks`, as `pagedjax.report.record` says. A last line that a kill cut is
+    left out. Iterating raises `RecordError` where the file is no record, of another
     version, or has a broken line that is not the last. A notebook shows what ran, the pool over the run's clock, and
     whose first token took longest.
     """
@@ -67,6 +68,7 @@ def _frames(path: Path) -> Iterator[Frame]:
 def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
     """As `read_record`, of lines; `path` is what messages call them."""
     broken: tuple[int, str] | None = None
+    pools: dict[int | None, _Pools] = {}  # instance of a fleet → what its pools hold
     first = True
     try:
         for number, line in enumerate(lines, 1):
@@ -76,7 +78,9 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
                 frame = json.loads(line)
                 if not isinstance(frame, dict) or not isinstance(frame.get("frame"), str):
                     raise ValueError("no frame")
-            except (ValueError, RecursionError) as error:
+                if "pools" in frame:
+                    frame["blocks"] = pools.setdefault(frame.get("i"), _Pools()).blocks(frame.pop("pools"))
+            except (ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
                 broken = (number, str(error))
                 continue
             if first:
@@ -95,14 +99,60 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
     raise RecordError(f"{path}:{broken[0]}: no frame of a record ({broken[1]}); was the file edited?")
 
 
+class _Pools:
+    """Owners and contents of an engine's blocks, from what happened to them."""
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[int, int], int] = {}
+        self._contents: dict[tuple[int, int], str] = {}
+
+    def blocks(self, pools: list[list[list[Any]]]) -> list[list[Any]]:
+        """A frame's `blocks`: what the events of each pool leave of every block that they name.
+
+        Raises:
+            ValueError, TypeError, IndexError, AttributeError: They are none, or make a block's owners fewer than none.
+        """
+        owners, contents = self._owners, self._contents
+        was: dict[tuple[int, int], tuple[int, str | None]] = {}
+        for group, events in enumerate(pools):
+            for what, named, *digests in events:
+                places = [(group, block) for block in named]
+                for place in places:
+                    if place not in was:
+                        was[place] = owners.get(place, 0), contents.get(place)
+                if what == "take":
+                    owners.update(dict.fromkeys(places, 1))
+                elif what in ("share", "free"):
+                    step = 1 if what == "share" else -1
+                    for place in places:
+                        owners[place] = owners.get(place, 0) + step
+                        if owners[place] < 0:
+                            raise ValueError(f"block {place[1]} has fewer owners than none")
+                elif what == "drop":
+                    for place in places:
+                        contents.pop(place, None)
+                elif what == "fill":
+                    contents.update(zip(places, digests[0].split(","), strict=True))
+                else:
+                    raise ValueError(f"{what!r} is nothing that happens to a block")
+        out: list[list[Any]] = []
+        for place, (had_owners, had) in was.items():
+            now, content = owners.get(place, 0), contents.get(place)
+            if content != had:
+                out.append([*place, now, content])
+            elif now != had_owners:
+                out.append([*place, now])
+        return out
+
+
 def _check_first(path: str | Path, frame: Frame) -> None:
     if frame["frame"] != "run":
         raise RecordError(
             f"{path}:1: a record begins with a run frame, this is {frame['frame']!r}; give a record"
         )
-    if frame.get("version") != VERSION:
+    if frame.get("version") not in range(1, VERSION + 1):
         raise RecordError(
-            f"{path}:1: version {frame.get('version')!r} of records; this pagedjax reads {VERSION}"
+            f"{path}:1: version {frame.get('version')!r} of records; this pagedjax reads 1 to {VERSION}"
         )
     for name, kind in (("block_size", int), ("pool_blocks", list)):
         if not isinstance(frame.get(name), kind):

@@ -187,7 +187,7 @@ def test_a_cut_record_gives_what_was_whole(tmp_path):
     [
         (lambda lines: [], "holds no frame"),
         (lambda lines: lines[1:], ":1: a record begins with a run frame"),
-        (lambda lines: [lines[0].replace('"version":1', '"version":9'), *lines[1:]], ":1: version 9"),
+        (lambda lines: [lines[0].replace('"version":2', '"version":9'), *lines[1:]], ":1: version 9"),
         (
             lambda lines: [lines[0].replace('"block_size":4', '"block_size":"x"'), *lines[1:]],
             ":1: block_size='x'",

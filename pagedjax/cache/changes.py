@@ -81,19 +81,16 @@ class Changes:
 
     def take(self) -> str:
         """What happened since the last call: of each pool a list of events, in JSON; empty where nothing did."""
-        grew = some = False
-        for journal in self._journals:
-            if journal:
-                some = True
-                grew = grew or journal.grew
-        self.grew = grew
-        if not some:
+        self.grew = False
+        if not any(self._journals):
             return ""
-        out = "],[".join([",".join(journal) for journal in self._journals])
+        told = []
         for journal in self._journals:
+            told.append(",".join(journal))
+            if journal.grew:
+                self.grew, journal.grew = True, False
             journal.clear()
-            journal.grew = False
-        return f"[[{out}]]"
+        return f"[[{'],['.join(told)}]]"
 
     def tables(self, seq: int) -> list[list[int]] | None:
         """A sequence's live table in each group, not to be changed; None: it holds no blocks."""

@@ -347,17 +347,20 @@ class Recorder:
             for i, seq in enumerate(seqs):
                 self._differences(seq, tuple(_trimmed(table[i].tolist()) for table in tables), out)
         else:
-            live = self._changes.tables if self._changes is not None else None
-            for i in range(len(plan.rows)) if plan.copies else grown:
-                seq = plan.rows[i].seq
-                lists = live(seq.seq_id) if live is not None else None
-                old_lists = self._tables.get(seq.seq_id)
-                if lists is not None and old_lists is not None and not plan.copies:
-                    for group, (new, old) in enumerate(zip(lists, old_lists)):
-                        if len(new) > (first := len(old)):
-                            told = new[first:]
+            assert self._changes is not None  # else every table is fresh
+            rows, known, live = plan.rows, self._tables, self._changes.tables
+            copies = bool(plan.copies)
+            for i in range(len(rows)) if copies else grown:
+                seq = rows[i][0]
+                seq_id = seq.seq_id
+                lists = live(seq_id)
+                if lists is not None and not copies and (old_lists := known.get(seq_id)) is not None:
+                    for group, old in enumerate(old_lists):
+                        first, told = len(old), lists[group]
+                        if len(told) > first:
+                            told = told[first:]
                             old += told
-                            out.append(f"[{seq.seq_id},{group},{first},{told}]")
+                            out.append(f"[{seq_id},{group},{first},{told!r}]")
                     continue
                 if lists is None:  # it ended in this step: what the plan had
                     lists = [_trimmed(table[i].tolist()) for table in plan.tables]

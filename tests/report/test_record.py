@@ -226,3 +226,41 @@ def test_recording_leaves_the_simulators_fast_path_on_and_changes_nothing(tmp_pa
     rows = sum(len(frame.get("rows", ())) for frame in frames)
     chunks = sum(row[4] > 1 for frame in frames for row in frame.get("rows", ()))
     assert rows == chunks, "a row of one token that only goes on was told anew"
+
+
+def test_a_record_begins_with_what_the_pools_held_before(tmp_path):
+    """Of an engine that was used before, and of a request that ends before the first step."""
+    engine = _engine(num_blocks=40)
+    for abort in (False, True):
+        with Recorder(tmp_path / "r", engine, {"kind": "simulated"}):
+            if abort:
+                engine.abort(engine.add([7] * 9, SamplingParams(max_tokens=3, ignore_eos=True)))
+            engine.add([1] * 18 if abort else [2] * 10, SamplingParams(max_tokens=3, ignore_eos=True))
+            while engine.has_work:
+                engine.step()
+            final = engine.manager.snapshot()
+        state = replay(read_record(tmp_path / "r")).snapshot()
+        assert state == final and state["groups"][0]["num_evictable"] > 1
+
+
+def test_version_1_is_read_and_broken_events_are_refused_by_line(tmp_path):
+    first = '{"frame":"run","version":%d,"block_size":4,"pool_blocks":[9]}\n'
+    step = '{"frame":"step","n":1,"t":0.0,"s":1.0,%s}\n'
+    path = tmp_path / "r"
+    path.write_text(first % 1 + step % '"blocks":[[0,3,2,"ab"],[0,4,1]]')
+    old = replay(read_record(path)).snapshot()
+    events = '"pools":[[["take",[3,4,5]],["fill",[3,5],"ab,cd"],["share",[3]],["drop",[5]],["free",[5]]]]'
+    path.write_text(first % 2 + step % events)
+    assert list(read_record(path))[1]["blocks"] == [[0, 3, 2, "ab"], [0, 4, 1]]
+    assert replay(read_record(path)).snapshot() == old
+    for events in (
+        '[["free",[3]]]',
+        '[["melt",[3]]]',
+        '[["fill",[3,4],"ab"]]',
+        '[["take",3]]',
+        "[[]]",
+        '[["fill",[3]]]',
+    ):
+        path.write_text(first % 2 + step % f'"pools":[{events}]' + step % '"paused":[]')
+        with pytest.raises(RecordError, match=":2: no frame of a record"):
+            list(read_record(path))

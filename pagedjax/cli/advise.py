@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import emit_json
+from pagedjax.cli.options import emit_json, keep_apart
 from pagedjax.cli.trace import note_of
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
@@ -83,6 +83,7 @@ def command(
 
     if not 0 <= parameters < math.inf:
         raise click.UsageError(f"--parameters {parameters}: must be a number of weights, such as 7e9")
+    keep_apart([("the trace", file)], {"--moved": moved})
     for name in policies:
         if name == "belady":
             raise click.BadParameter("--policy belady: is no policy but a bound, which is shown anyway")

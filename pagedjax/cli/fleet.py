@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, emit_json
+from pagedjax.cli.options import PathOrUrl, emit_json, keep_apart
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
 from pagedjax.paths import AnyPath
 
@@ -68,6 +68,7 @@ def command(
     from pagedjax.sim.fleet import run_fleet
     from pagedjax.sim.fleet.file import read_fleet
 
+    keep_apart([("the trace", file)], {"--records": records, "--record": record_file})
     given = {
         "fleet.router": router,
         "instance.count": instances,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,8 +97,16 @@ class Common:
 
 
 def emit_json(document: Any) -> None:
-    """Print a JSON document on stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    """Print a JSON document on stdout; a number that is none, or infinite, is null: JSON has neither."""
+    print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def common_options(
@@ -210,6 +219,34 @@ def _idle(config: Config, base: Config, useful: tuple[str, ...]) -> list[str]:
         for name, value in values.items()
         if value != before[section][name] and f"{section}.{name}" not in useful
     ]
+
+
+def keep_apart(inputs: Iterable[tuple[str, AnyPath]], outputs: Mapping[str, AnyPath | None]) -> None:
+    """Refuse to write over what is read, or two outputs into one file.
+
+    Args:
+        inputs: What messages call each file that is read ("the trace"), and where it is.
+        outputs: Option or argument as typed → where it writes; None: not given.
+
+    Raises:
+        click.UsageError: Two of them are one file.
+    """
+    taken = list(inputs)
+    for typed, path in outputs.items():
+        if path is None:
+            continue
+        for held, other in taken:
+            if _same_file(path, other):
+                raise click.UsageError(f"{typed} {path}: is {held} itself; name another file")
+        taken.append((f"the file of {typed}", path))
+
+
+def _same_file(one: AnyPath, other: AnyPath) -> bool:
+    if not (isinstance(one, Path) and isinstance(other, Path)):
+        return one == other
+    if one.exists() and other.exists():
+        return one.is_file() and one.samefile(other)  # links, too; a device may take several outputs
+    return one.absolute() == other.absolute()
 
 
 def refuse_with(ctx: click.Context, mode: str, names: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl
+from pagedjax.cli.options import PathOrUrl, keep_apart
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
 from pagedjax.paths import AnyPath
 
@@ -64,6 +64,8 @@ def command(
         raise click.UsageError("nothing to show: give --run RECORD or --trace FILE")
     if (policies or block_size or text) and not traces:
         raise click.UsageError("--policy, --block-size and --text are of traces: give --trace FILE, too")
+    read = [*(("the record", path) for path in runs), *(("the trace", path) for path in traces)]
+    keep_apart(read, {"OUT": out})
     for name in policies:
         if name == "belady":
             raise click.BadParameter("--policy belady: is no policy but a bound, which is shown anyway")

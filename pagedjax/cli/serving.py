@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pagedjax.cli.options import Common, PathOrUrl, emit_json
+from pagedjax.cli.options import Common, PathOrUrl, emit_json, keep_apart
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1
 from pagedjax.paths import AnyPath
 
@@ -161,11 +161,8 @@ def refuse_idle(
     for (first, second), why in {**_AGAINST, **against}.items():
         if first in typed and second in typed:
             raise click.UsageError(f"{typed[first]} with {typed[second]}: {why}")
-    for name in ("out", "records", "record_file"):
-        path = ctx.params.get(name)
-        local = isinstance(path, Path) and isinstance(file, Path) and path.exists()
-        if path is not None and (path.samefile(file) if local else path == file):
-            raise click.UsageError(f"{typed[name]} {path}: is the trace itself; name another file")
+    written = {typed[name]: ctx.params[name] for name in ("out", "records", "record_file") if name in typed}
+    keep_apart([("the trace", file)], written)
 
 
 @contextmanager

@@ -63,7 +63,6 @@ def load(exploration: Exploration, record: Iterable[Frame], name: str) -> str:
     out = f"{len(commands)} commands of {name} have been run again"
     if about.get("tokenizer") != exploration.tokenizer:
         theirs = str(about.get("tokenizer"))[:80]
-        theirs = str(about.get("tokenizer"))[:80]
         out += f"; its texts came from {theirs}, here they are shown by {exploration.tokenizer}"
     if not _same(exploration.stage.manager, held):
         out += "; the state at the end is not the file's: it was edited, or written by another version"

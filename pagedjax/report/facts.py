@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedjax.report.replay import Frame, Record, RecordError, Replay, read_record
+from pagedjax.report.replay import Frame, Record, RecordError, Replay, read_record, taken
 from pagedjax.sim import show
 
 MOST_FRAMES = 200_000
@@ -91,7 +91,7 @@ def facts(frames: Iterable[Frame], name: str) -> dict[str, Any]:
                 f"{name}: more than {MOST_FRAMES} frames; a page of them would not open. Record a part of the run "
                 "(--until), or fewer requests (--sample)"
             )
-        reader.take(frame)
+        taken(reader.take, frame, number + 1, name)
     return reader.result()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagedjax.engine import Engine
 from pagedjax.report.record import Recorder, RecordFile
-from pagedjax.report.replay import Frame, RecordError, read_record
+from pagedjax.report.replay import Frame, RecordError, read_record, taken
 from pagedjax.sim.fleet import InstanceSpec
 
 NUM_BINS = 240
@@ -109,6 +109,8 @@ def instance_frames(path: str | Path, name: str) -> Iterator[Frame]:
     names = []
     for frame in frames:
         if frame["frame"] == "join" and number is None:
+            if missing := {"i", "name", "block_size", "pool_blocks"} - frame.keys():
+                raise RecordError(f"{path}: a join frame without {min(missing)}; was the file edited?")
             names.append(frame["name"])
             if frame["name"] == name:
                 number = frame["i"]
@@ -164,10 +166,15 @@ class _FleetReader:
             "join": self._join, "gone": self._gone, "route": self._route, "refuse": self._refuse, "move": self._move,
             "engage": self._engage, "add": self._add, "end": self._end, "step": self._step, "quiet": self._step,
         }  # fmt: skip
-        for frame in frames:
+        for number, frame in enumerate(frames, 2):
             if (take := takers.get(frame["frame"])) is not None:
-                take(frame)
-        return self._result(about)
+                taken(take, frame, number, self.name)
+        try:
+            return self._result(about)
+        except (LookupError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"{self.name}: its frames do not fit together ({error}); was it edited?"
+            ) from None
 
     def _join(self, frame: Frame) -> None:
         self.seen[frame["i"]] = _Seen(frame)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -12,6 +13,7 @@ from typing import IO, Any
 from pagedjax.cache.stats import CacheStats
 
 VERSION = 2
+_LONGEST = 1 << 24  # blocks of a table; an edited file shall not take all memory
 Frame = dict[str, Any]
 
 
@@ -75,7 +77,7 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
             if broken is not None:
                 break
             try:
-                frame = json.loads(line)
+                frame = json.loads(line, parse_constant=_no_json)
                 if not isinstance(frame, dict) or not isinstance(frame.get("frame"), str):
                     raise ValueError("no frame")
                 if "pools" in frame:
@@ -91,7 +93,7 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
             if first:
                 raise RecordError(f"{path}: holds no frame; a record begins with a run frame")
             return
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         if first:
             raise RecordError(f"{path}: is no record ({error})") from None
         return  # cut by a kill: what was whole has been told
@@ -145,6 +147,34 @@ class _Pools:
         return out
 
 
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def taken(take: Callable[[Frame], object], frame: Frame, number: int, name: str) -> None:
+    """Give a frame to a reader of a record.
+
+    Args:
+        take: Reads one frame.
+        frame: The frame.
+        number: Its line, from 1.
+        name: What messages call the record.
+
+    Raises:
+        RecordError: The reader cannot make sense of it.
+    """
+    try:
+        take(frame)
+    except RecordError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}"[:120]
+        raise RecordError(
+            f"{name}: frame {number} ({frame['frame'][:20]}) does not follow from those before it ({why}); "
+            "was the file edited?"
+        ) from None
+
+
 def _check_first(path: str | Path, frame: Frame) -> None:
     if frame["frame"] != "run":
         raise RecordError(
@@ -194,6 +224,8 @@ class Replay:
         for seq in frame.get("gone", ()):
             self.tables.pop(seq, None)
         for seq, group, position, blocks in frame.get("tables", ()):
+            if not 0 <= position <= _LONGEST:
+                raise ValueError(f"position {position} of a table")
             table = self.tables.setdefault(seq, [[] for _ in self.pool_blocks])[group]
             table += [0] * (position + len(blocks) - len(table))
             table[position : position + len(blocks)] = blocks

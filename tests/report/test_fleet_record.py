@@ -145,5 +145,18 @@ def test_the_command_records_a_fleet_and_shows_it(tmp_path, monkeypatch):
     assert run.exit_code == 0, run.output
     run = CliRunner().invoke(cli, ["report", str(out), "--run", str(record)])
     assert run.exit_code == 0, run.output
+    for changed in ('{"frame":"route","id":"0"}', '{"frame":"step","i":7,"n":0,"t":0.0,"s":1.0}'):
+        edited = tmp_path / "edited.jsonl"
+        edited.write_text(record.read_text() + changed + "\n")
+        with pytest.raises(RecordError, match="does not follow from those before it"):
+            fleet_facts(edited)
+    for option in ("--record", "--records"):  # neither the trace nor a record is written over
+        run = CliRunner().invoke(cli, ["fleet", str(trace), option, str(trace)])
+        assert run.exit_code == 2 and f"{option} {trace}: is the trace itself" in run.output
+    run = CliRunner().invoke(cli, ["fleet", str(trace), "--record", str(out), "--records", str(out)])
+    assert run.exit_code == 2 and "is the file of --record" in run.output
+    for over, option in ((record, "--run"), (trace, "--trace")):
+        run = CliRunner().invoke(cli, ["report", str(over), option, str(over)])
+        assert run.exit_code == 2 and f"OUT {over}: is the " in run.output
     text = out.read_text()
     assert "<h3>Routing</h3>" in text and "<td>6</td>" in text

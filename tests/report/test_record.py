@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import zlib
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, SamplingParams, StepResult
 from pagedjax.models.family_configs import read_shape
+from pagedjax.report.facts import run_facts
 from pagedjax.report.record import Recorder, RecordError, Replay, read_record, replay
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
@@ -194,12 +196,43 @@ def test_a_cut_record_gives_what_was_whole(tmp_path):
         ),
         (lambda lines: [*lines[:2], "nonsense\n", *lines[2:]], ":3: no frame"),
         (lambda lines: [*lines[:2], "[1]\n", *lines[2:]], ":3: no frame"),
+        (lambda lines: [*lines[:2], '{"frame":"x","t":NaN}\n', *lines[2:]], ":3: no frame .*NaN is no JSON"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused_by_line(tmp_path, change, said):
     (tmp_path / "bad").write_text("".join(change(_lines(tmp_path))))
     with pytest.raises(RecordError, match=said):
         list(read_record(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"frame": "add"},
+        {"frame": "add", "id": [], "t": 0.0, "prompt": 1, "max_new": 1, "n": 1},
+        {"frame": "step", "n": 0, "t": "x", "s": 1.0},
+        {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": [[9, "nobody", 0, 0, 1, 1]]},
+        {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": 3},
+        {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "blocks": [[5, 1, 1]]},
+        {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "tables": [[0, 0, 1 << 60, [1]]]},
+        {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "tables": [[0, 0, -2, [1]]]},
+        {"frame": "close", "queue": [], "stats": {"no": 1}},
+    ],
+    ids=str,
+)
+def test_an_edited_frame_is_refused_by_its_place(tmp_path, frame):
+    first = _lines(tmp_path)[0]
+    (tmp_path / "edited").write_text(first + json.dumps(frame) + "\n")
+    with pytest.raises(RecordError, match=rf"edited: frame 2 \({frame['frame']}\) does not follow"):
+        run_facts(tmp_path / "edited")
+
+
+def test_a_flipped_bit_of_a_gzip_file_ends_the_record_or_refuses_it(tmp_path):
+    whole = gzip.compress("".join(_lines(tmp_path)).encode())
+    for place in range(2, len(whole), 7):
+        (tmp_path / "bit.gz").write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        with suppress(RecordError):
+            list(read_record(tmp_path / "bit.gz"))
 
 
 def test_frames_are_strict_json(tmp_path):

@@ -25,11 +25,14 @@ from pagedjax.sim.fleet.settings import (
     require,
 )
 
+MOST = 10_000  # instances of a table
+
 # Settings of a cache that decide nothing in a simulation: what they would change is the cost model's to say.
 _NO_EFFECT = {
     "memory_bytes": "give num_blocks, or leave both out: the pool is what the memory holds beside the weights",
     "dtype": "the cost model counts 2 bytes a number",
     "hash": "digests are compared, never guessed",
+    "event_log": "the fleet reads the caches' events by itself",
     "window_groups": "simulated models have one KV group",
 }
 
@@ -50,6 +53,14 @@ class FleetTable:
     decode_router: str = "least-tokens"
     seed: int = 0
     until_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, f"fleet.seed={self.seed}: must be at least 0")
+        require(self.tree_tokens >= 1, f"fleet.tree_tokens={self.tree_tokens}: must be at least 1")
+        require(0 <= self.delay_s < math.inf, f"fleet.delay_s={self.delay_s}: must be from 0, in seconds")
+        for name in ("ttl_s", "until_s"):
+            value = getattr(self, name)
+            require(value > 0, f"fleet.{name}={value}: must be positive, in seconds; leave it out for no end")
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,8 @@ class InstanceTable:
         for name in ("count", "devices", "per_node", "max_model_len"):
             value = getattr(self, name)
             require(value >= 1, f"instance.{name}={value}: must be at least 1")
+        # Each is an engine of its own: a slip of the finger would fill the memory before anything is said.
+        require(self.count <= MOST, f"instance.count={self.count}: must be at most {MOST:,}; simulate a part")
         require(0 <= self.reserve < 1, f"instance.reserve={self.reserve}: must be from 0 and below 1")
 
     def specs(self) -> list[InstanceSpec]:

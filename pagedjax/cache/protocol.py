@@ -38,6 +38,7 @@ class Hints:
     Attributes:
         expected_tokens: Output tokens, where known; read by the Oracle reservation rule.
         priority: Retention priority of its blocks; higher stays longer under the retention policy.
+        group: Category of the request (kind, application, user), read by the workload-aware policy; "": none is named.
         ttl_s: For how long (in units of `now`) that priority holds; None: for ever.
         cache_read: False: take nothing from the cache.
         cache_write: False: leave nothing in it.
@@ -56,6 +57,7 @@ class Hints:
     max_hit_tokens: int | None = None
     max_tokens: int | None = None
     counted: bool = True
+    group: str = ""
 
 
 NO_HINTS = Hints()

@@ -74,6 +74,12 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
     show_default=True,
     help="With cache.policy=retention: blocks of more stay longer.",
 )
+@click.option(
+    "--group",
+    metavar="NAME",
+    default="",
+    help="With cache.policy=workload-aware: the prompts' category, whose blocks come back alike.",
+)
 @click.option("--ttl", "ttl_s", type=float, help="Seconds for which --retention holds.  [default: for ever]")
 @click.option(
     "--cache-read/--no-cache-read", default=True, help="Take prefixes from the cache, or compute all."

@@ -73,6 +73,8 @@ class SamplingParams:
         retention: Under the retention policy, how long its blocks stay in the cache: those of a higher number stay
             longer; 0 is the common one, below 0 goes first. Other policies do not look at it.
         ttl_s: Seconds, on the engine's clock, for which `retention` holds; None: for ever.
+        group: Under the workload-aware policy, the request's category (kind, application, user), whose blocks come back
+            alike; "": none is named. Other policies do not look at it.
         cache_read: False: take nothing from the prefix cache.
         cache_write: False: leave nothing in it.
 
@@ -105,6 +107,7 @@ class SamplingParams:
     ttl_s: float | None = None
     cache_read: bool = True
     cache_write: bool = True
+    group: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -155,6 +158,7 @@ class SamplingParams:
             is_whole(self.retention) and abs(self.retention) < 2**31,
             f"retention={self.retention!r}: must be a whole number; 0 is the common one",
         )
+        require(isinstance(self.group, str), f"group={self.group!r}: must be text; '' names no category")
         ttl = self.ttl_s
         require(
             ttl is None or (isinstance(ttl, Real) and not isinstance(ttl, bool) and 0 < ttl < _LARGEST),

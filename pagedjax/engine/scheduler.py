@@ -238,6 +238,7 @@ class Scheduler:
             max_hit_tokens=limit,
             priority=sampling.retention,
             ttl_s=sampling.ttl_s,
+            group=sampling.group,
             cache_read=sampling.cache_read and (sampling.prompt_logprobs is None or scored),
             cache_write=sampling.cache_write,
         )

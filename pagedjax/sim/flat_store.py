@@ -10,7 +10,7 @@ import numpy as np
 
 from pagedjax.cache import InvariantError
 from pagedjax.cache.policies import PolicyFactory, make_policy
-from pagedjax.cache.protocol import NO_HINTS
+from pagedjax.cache.protocol import NO_HINTS, Hints
 
 
 class FlatStore:
@@ -42,7 +42,7 @@ class FlatStore:
                 return count
         return len(keys)
 
-    def touch(self, keys: list[int], now: float) -> None:
+    def touch(self, keys: list[int], now: float, hints: Hints = NO_HINTS) -> None:
         """One request: at least one key, at most as many as the pool holds beside the last token's block.
 
         Raises:
@@ -55,7 +55,7 @@ class FlatStore:
                 raise InvariantError(
                     f"a request of {len(keys)} blocks names one twice: its keys are no chain"
                 )
-            policy.hit(table, table, 0, NO_HINTS, now)
+            policy.hit(table, table, 0, hints, now)
         *new, last = self._take(len(keys) - hit + 1, now)
         if new:
             fresh = keys[hit:]
@@ -64,7 +64,7 @@ class FlatStore:
                 self._link(table[-1] if table else 0, new[0])
             packed = np.array(fresh, dtype="<i8").tobytes()
             names = [packed[at : at + 8] for at in range(0, len(packed), 8)]
-            policy.insert(new, names, hit, NO_HINTS, now)
+            policy.insert(new, names, hit, hints, now)
         self._blank.append(last)
         table += new
         table.reverse()

@@ -65,6 +65,7 @@ class Timeline:
                     s.max_tokens,
                     token_ids=request.tokens,
                     output_ids=np.array(answer, np.int32) if ended else None,
+                    group=s.group,
                     wishes={
                         "retention": s.retention,
                         "ttl_s": s.ttl_s,

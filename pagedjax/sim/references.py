@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pagedjax.sim.replay import BlockKeys, BlockStore, HitCounts, Insert, Progress
+from pagedjax.sim.replay import BlockKeys, BlockStore, HitCounts, Insert, Progress, teller
 from pagedjax.sim.trace import Trace
 
 PEAK_BYTES = 24  # per reference, while they are loaded or counted
@@ -33,6 +33,8 @@ class References:
         totals: Requests, blocks, full blocks and tokens, with no hit booked.
         unheard: What requests asked of the cache (`retention`, `cache_read`, …) → how many did. Blocks alone have no
             request to ask: a simulation has.
+        groups: u8, u16 or i32[requests with references] number of each one's category; None: no request names one.
+        group_names: Of the numbers; "" where a request names none.
     """
 
     keys: np.ndarray
@@ -41,6 +43,8 @@ class References:
     block_size: int
     totals: HitCounts
     unheard: Mapping[str, int] = field(default_factory=dict)
+    groups: np.ndarray | None = None
+    group_names: tuple[str, ...] = ()
 
     @property
     def num_distinct(self) -> int:
@@ -97,6 +101,33 @@ class _Buffer:
         return whole
 
 
+class _Groups:
+    """Categories of the requests that have references; no array as long as none is named."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {"": 0}
+        self._unnamed = 0
+        self._found: _Buffer | None = None
+
+    def add(self, group: str) -> None:
+        if self._found is None:
+            if not group:
+                self._unnamed += 1
+                return
+            self._found = _Buffer(np.int32)
+            for at in range(0, self._unnamed, CHUNK):
+                self._found.append(np.zeros(min(CHUNK, self._unnamed - at), np.int32))
+        number = self._numbers.setdefault(group, len(self._numbers))
+        self._found.append(np.array([number], np.int32))
+
+    def joined(self) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        if self._found is None:
+            return None, ()
+        most = len(self._numbers)
+        small = np.uint8 if most <= 1 << 8 else np.uint16 if most <= 1 << 16 else np.int32
+        return self._found.joined().astype(small), tuple(self._numbers)
+
+
 def load_references(
     trace: Trace,
     block_size: int,
@@ -129,6 +160,7 @@ def load_references(
     sizes = _Buffer(np.uint16 if small else np.uint32)
     totals = HitCounts()
     unheard: Counter[str] = Counter()
+    groups = _Groups()
     count = 0
     for number, request in enumerate(progress(trace)):
         lookup, held, num_input = keyer.refs(request)
@@ -154,10 +186,13 @@ def load_references(
         tokens = np.full(len(held), block_size, np.int64)
         if asked:
             tokens[asked - 1] = num_input - (asked - 1) * block_size
+        if len(held):
+            groups.add(request.group)
         raw.append(held)
         flags.append(bits)
         sizes.append(tokens)
-    return References(_dense(raw.joined()), flags.joined(), sizes.joined(), block_size, totals, unheard)
+    dense = _dense(raw.joined())
+    return References(dense, flags.joined(), sizes.joined(), block_size, totals, unheard, *groups.joined())
 
 
 def _dense(raw: np.ndarray) -> np.ndarray:
@@ -320,12 +355,16 @@ def replay_references(
     """
     counts = replace(refs.totals)
     spans = iter(progress(refs.requests()))
+    next_group, number = teller(store), 0
     for start, end in refs.chunks():
         found = np.zeros(end - start, bool)
         last = start
         while last < end:
             first, last = next(spans)
             keys = refs.keys[first:last]
+            if refs.groups is not None:
+                next_group(refs.group_names[refs.groups[number]])
+                number += 1
             asked = int(((refs.flags[first:last] & ASKED) > 0).sum())
             found[first - start : first - start + store.hits(keys[:asked])] = True
             store.touch(keys)

@@ -18,6 +18,7 @@ import numpy as np
 from pagedjax.cache import ExtraKeys, InvariantError, PagedManager, TokenChain
 from pagedjax.cache.indexes import IndexFactory
 from pagedjax.cache.policies import PolicyFactory
+from pagedjax.cache.protocol import NO_HINTS, Hints
 from pagedjax.sim.flat_store import FlatStore
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -216,7 +217,11 @@ class HitCounts:
 
 
 class BlockStore(Protocol):
-    """What a replay runs against: presence, and the one change a request makes."""
+    """What a replay runs against: presence, and the one change a request makes.
+
+    A store may have a third, `next_group(group: str) -> None`: it is told each request's category
+    (`TraceRequest.group`) before the request's blocks are touched. One whose policy goes by categories needs it.
+    """
 
     def hits(self, keys: np.ndarray) -> int:
         """Leading keys that are present; changes nothing."""
@@ -307,6 +312,7 @@ class PolicyStore:
         if self._flat is None:
             self._manager = PagedManager(num_blocks=capacity + 2, block_size=2, index=index, policy=policy)
         self._requests = 0
+        self._hints = NO_HINTS
         self._last: tuple[np.ndarray | None, TokenChain | None] = (None, None)
 
     def _chain(self, keys: np.ndarray) -> TokenChain:
@@ -329,6 +335,11 @@ class PolicyStore:
             if medium == "device"
         }
 
+    def next_group(self, group: str) -> None:
+        """The next requests are of this category; of none ("") as long as nothing is said."""
+        if group != self._hints.group:
+            self._hints = Hints(group=group)
+
     def hits(self, keys: np.ndarray) -> int:
         if self._flat is not None:
             return self._flat.hits(keys.tolist())
@@ -341,11 +352,11 @@ class PolicyStore:
         now = float(self._requests)
         self._requests += 1
         if self._flat is not None:
-            self._flat.touch(kept.tolist(), now)
+            self._flat.touch(kept.tolist(), now, self._hints)
             return
         manager, chain = self._manager, self._chain(kept)
         manager.now = now
-        hit = manager.begin(0, chain).num_tokens
+        hit = manager.begin(0, chain, self._hints).num_tokens
         if not manager.reserve(0, len(chain) - hit):
             raise InvariantError(
                 f"request of {len(keys)} blocks: an empty store of {self.capacity} has no room"
@@ -374,6 +385,12 @@ def _leading(keys: list[int], present: Container[int]) -> int:
     return len(keys)
 
 
+def teller(store: BlockStore) -> Callable[[str], object]:
+    """What tells a store the next request's category; nothing does where it does not ask."""
+    told: Callable[[str], object] = getattr(store, "next_group", lambda group: None)
+    return told
+
+
 def replay(
     trace: Trace,
     block_size: int,
@@ -393,8 +410,10 @@ def replay(
     """
     keys = BlockKeys(trace, block_size, insert)
     counts = HitCounts(identified=trace.granularity > 0)
+    next_group = teller(store)
     for request in progress(trace):
         lookup, inserted, num_input = keys.refs(request)
+        next_group(request.group)
         counts.add(len(lookup), store.hits(lookup), num_input, block_size)
         store.touch(inserted)
     return counts

@@ -84,6 +84,7 @@ class PlayRequests:
             temperature=0.0 if self.n == 1 else 1.0,
             ignore_eos=True,
             seed=(self.seed + number) % (1 << 32),
+            group=request.group,
             **(request.wishes or {}),
         )
         return PlayRequest(

@@ -372,6 +372,7 @@ class Instance:
             beam_width=width,
             ignore_eos=True,
             seed=0,
+            group=request.group,
             **(request.wishes or {}),
         )
 

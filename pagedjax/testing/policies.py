@@ -46,7 +46,7 @@ class PolicySuite:
             if action == 0 and blank:
                 blocks = rng.sample(sorted(blank), rng.randrange(1, min(len(blank), 5) + 1))
                 keys = [b"%d" % rng.randrange(60) for _ in blocks]
-                hints, first = Hints(priority=rng.randrange(3), ttl_s=5.0), rng.randrange(4)
+                hints, first = self._hints(rng), rng.randrange(4)
                 for policy in policies:
                     policy.insert(blocks, keys, first, hints, now)
                 blank.difference_update(blocks)
@@ -59,8 +59,9 @@ class PolicySuite:
                 idle.update(blocks)
             elif action == 2 and idle | used:
                 blocks = rng.sample(sorted(idle | used), rng.randrange(1, min(len(idle | used), 6) + 1))
+                hints = rng.choice((PLAIN, self._hints(rng)))
                 for policy in policies:
-                    policy.hit(blocks, [b for b in blocks if b in idle], 0, PLAIN, now)
+                    policy.hit(blocks, [b for b in blocks if b in idle], 0, hints, now)
                 idle.difference_update(blocks)
                 used.update(blocks)
             elif action == 3 and idle:
@@ -78,6 +79,10 @@ class PolicySuite:
                 idle.difference_update(victims)
                 blank.update(victims)
             yield now, idle
+
+    @staticmethod
+    def _hints(rng: random.Random) -> Hints:
+        return Hints(priority=rng.randrange(3), ttl_s=5.0, group=rng.choice(("", "chat", "api")))
 
     def test_every_evictable_block_is_named_once(self) -> None:
         """Random histories against the plain set of evictable blocks."""

@@ -99,7 +99,11 @@ class World:
         """Look a new prompt up and reserve for it; returns the row to run, if there is room."""
         chain = self.draw_chain(choose)
         hints = Hints(
-            cache_read=choose(8) > 0, cache_write=choose(8) > 0, priority=choose(3), resumed=choose(4) == 0
+            cache_read=choose(8) > 0,
+            cache_write=choose(8) > 0,
+            priority=choose(3),
+            resumed=choose(4) == 0,
+            group=("", "chat", "api")[choose(3)],
         )
         seq, self.ids = self.ids, self.ids + 1
         peeked = self.m.peek(chain)

@@ -17,6 +17,7 @@ from pagedjax.cache.policies import (
     GDSFKept,
     Retention,
     ReuseCredit,
+    WorkloadAware,
     make_policy,
 )
 from pagedjax.cache.policies.adaptive import RecentCounts
@@ -237,6 +238,7 @@ FROZEN = {
     "sieve": 2936,
     "slru": 3144,
     "w-tinylfu": 2624,
+    "workload-aware": 2140,
 }
 
 
@@ -247,15 +249,16 @@ def _trace():
     for number in range(400):
         kind = rng.random()
         if kind < 0.6:  # a stem, the first ones more often, as far as it was told
-            stem = stems[int(rng.random() ** 2 * len(stems))]
-            yield [*stem[: rng.randrange(2, len(stem) + 1)], number], PLAIN
+            stem = stems[at := int(rng.random() ** 2 * len(stems))]
+            group = Hints(group="often" if at < 2 else "seldom")
+            yield [*stem[: rng.randrange(2, len(stem) + 1)], number], group
         elif kind < 0.85:  # the next turn of a conversation
             stem = rng.choice(stems)
             stem += [rng.randrange(1000) for _ in range(rng.randrange(1, 9))]
             del stem[40:]
-            yield [*stem, number], Hints(priority=1, ttl_s=60.0)
+            yield [*stem, number], Hints(priority=1, ttl_s=60.0, group="chat")
         else:
-            yield [rng.randrange(1000, 2000) for _ in range(rng.randrange(8, 40))], PLAIN
+            yield [rng.randrange(1000, 2000) for _ in range(rng.randrange(8, 40))], Hints(group="scan")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -574,6 +577,145 @@ def test_reuse_credit_learns_which_ends_do_not_come_back():
     policy.release([4], 0.0)
     policy.release([3, 2, 1], 0.0)
     assert policy.victim(4, 0.0)[:2] == [4, 3]
+
+
+def _workload_aware(rows, capacity, fade):
+    """Hit blocks a request (category, keys), by every interval since the start and every block's probability."""
+    pool, intervals, epoch, since, arrivals = capacity + 1, [], 0, 0, 0
+    held, ghost = (
+        {},
+        {},
+    )  # key -> (last use, minus the position, arrival, category); key -> (last use, category)
+
+    def again(category, interval):
+        nonlocal epoch, since
+        intervals.append((epoch, category, interval))
+        since += 1
+        if since >= fade * pool:
+            epoch, since = epoch + 1, 0
+
+    def mean(*categories):
+        own = [(0.5 ** (epoch - at), length) for at, c, length in intervals if c in categories]
+        return sum(w * length for w, length in own), sum(w for w, _ in own)
+
+    def probability(key, now):
+        total, number = mean("a", "b", "c")
+        of_all = total / number if number else 1.0
+        own_total, own_number = mean(held[key][3])
+        m = (own_total + 20 * of_all) / (own_number + 20)
+        # F(t + life) - F(t), as logarithms: far in the tail both are 1 to the last digit
+        return math.log(1 - math.exp(-of_all / m)) - (now - held[key][0]) / m
+
+    for now, (category, row) in enumerate(rows):
+        hit = next((i for i, key in enumerate(row) if key not in held), len(row))
+        yield hit
+        for key in row[:hit]:
+            last, *_, before = held.pop(key)
+            again(before, now - last)
+        surplus = len(held) + len(row) - capacity
+        if surplus > 0:
+            for victim in sorted(held, key=lambda k: (probability(k, now), *held[k][1:3]))[:surplus]:
+                last, *_, before = held.pop(victim)
+                ghost[victim] = last, before
+        for key in list(ghost)[: max(len(ghost) - 2 * pool, 0)]:
+            del ghost[key]
+        for key in row[hit:]:
+            if key in ghost:
+                last, before = ghost.pop(key)
+                again(before, now - last)
+        for place, key in reversed(list(enumerate(row))):
+            arrivals += 1
+            held[key] = now, -place, arrivals, category
+
+
+def test_workload_aware_is_what_it_says():
+    """Categories that come back after 3, 30 and 100 requests, against a judge that keeps every interval and sorts."""
+    found = []
+    for seed in range(2):
+        rng, rows, due = random.Random(seed), [], {}
+        for now in range(400):
+            category, back = rng.choice((("a", 3), ("b", 30), ("c", 100)))
+            row = due.pop(now, None)
+            if row is None:
+                row = category, [(seed, now, i) for i in range(rng.randrange(1, 6))]
+                back += rng.randrange(3)
+            else:
+                back = {"a": 3, "b": 30, "c": 100}[row[0]] + rng.randrange(3)
+            due[now + back] = row
+            rows.append(row)
+        names = {key: n for n, key in enumerate({key: 0 for _, row in rows for key in row})}
+        rows = [(category, [names[key] for key in row]) for category, row in rows]
+        store = PolicyStore(60, lambda num_blocks: WorkloadAware(num_blocks, fade=3.0))
+        plain, ours, lru = PolicyStore(60, "workload-aware"), [], PolicyStore(60, "lru")
+        for category, row in rows:
+            keys = np.array(row)
+            ours.append(store.hits(keys))
+            store.next_group(category)
+            store.touch(keys)
+            assert plain.hits(keys) == lru.hits(keys), "one category"
+            plain.touch(keys)
+            lru.touch(keys)
+        assert ours == list(_workload_aware(rows, 60, 3.0))
+        found.append(sum(ours))
+    assert min(found) > 100
+
+
+def test_workload_aware_keeps_the_older_block_of_a_category_that_comes_back_later():
+    """And a block is of the category that used it last: its last release counts, and its next use is that one's."""
+    policy = WorkloadAware(11)
+    soon, late = Hints(group="soon"), Hints(group="late")
+    _put(policy, [1], hints=soon)
+    _put(policy, [2], hints=late)
+    policy.release([1, 2], 0.0)
+    for now in range(1, 301):
+        policy.hit([1], [1], 0, soon, float(now))
+        policy.release([1], float(now))
+        if now % 100 == 0:
+            policy.hit([2], [2], 0, late, float(now))
+            policy.release([2], float(now))
+    policy.hit([1], [1], 0, soon, 310.0)
+    policy.release([1], 310.0)
+    assert policy.victim(2, 311.0) == [2, 1]
+    assert policy.victim(2, 340.0) == [1, 2], "2 has not been used for longer, and is awaited still"
+    policy.hit([1], [1], 0, late, 340.0)
+    _put(policy, [3], hints=soon)
+    policy.release([3, 1], 340.0)
+    assert policy.victim(3, 370.0) == [3, 2, 1]
+
+
+def test_workload_aware_breaks_ties_by_position_whatever_the_request():
+    for groups in (("a", "a"), ("a", "b")):  # nothing is known of either, so both are as likely to come back
+        policy = WorkloadAware(11)
+        _put(policy, [1, 2], hints=Hints(group=groups[0]))
+        _put(policy, [3, 4, 5], hints=Hints(group=groups[1]))
+        policy.release([2, 1], 0.0)
+        policy.release([5, 4, 3], 0.0)
+        assert policy.victim(5, 1.0) == [5, 2, 4, 1, 3]
+
+
+def test_workload_aware_learns_from_contents_that_come_back_after_eviction():
+    policy = WorkloadAware(11, prior=1.0)
+    for now in range(0, 200, 20):  # each time the block has left meanwhile
+        policy.insert([1], [b"late"], 0, Hints(group="late"), float(now))
+        policy.release([1], float(now))
+        policy.remove([1])
+    assert policy._intervals.mean("late") == pytest.approx(20.0)
+    policy = WorkloadAware(11, prior=1.0, remembered=0.0)
+    for now in (0.0, 20.0):
+        policy.insert([1], [b"late"], 0, Hints(group="late"), now)
+        policy.release([1], now)
+        policy.remove([1])
+    assert policy._intervals.mean("late") == 1.0, "nothing is known"
+
+
+def test_workload_aware_forgets_users_who_have_gone():
+    policy = WorkloadAware(11, fade=1.0)
+    for user in range(1000):
+        policy._intervals.add(f"user {user}", 1.0)
+    assert len(policy._intervals._own) < 150
+    for wrong in ({"life": 0.0}, {"prior": -1.0}, {"life": math.nan}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: must be a positive number; try 1.0"):
+            WorkloadAware(11, **wrong)
 
 
 def test_lirs_promotes_what_comes_back_before_a_low_block():

@@ -233,6 +233,32 @@ def test_F014_what_a_request_wants_of_the_cache_reaches_the_policy(make_engine, 
     assert kept("retention", 9, 50.0, clock=51.0) == 0
 
 
+def test_F014_the_category_of_a_request_reaches_the_policy(make_engine, run_all, greedy):
+    """Under workload-aware a prompt of a category that comes back late outlives a younger one that is overdue."""
+
+    def cached(policy, soon="", late=""):
+        engine = make_engine(num_blocks=9, policy=policy)
+        now = [0.0]
+        engine._clock = lambda: now[0]
+
+        def asked(token, at, group):
+            now[0] = at
+            request = engine.add([token] * 9, greedy(1, group=group))
+            return run_all(engine)[request].num_cached_tokens
+
+        for at in (0, 100, 200, 300, *range(381, 411)):
+            if at % 100 == 0:
+                asked(2, float(at), late)
+            else:
+                asked(1, float(at), soon)
+        for token in (11, 12):  # one block more than the pool has is needed
+            asked(token, 440.0, "")
+        return asked(2, 441.0, late)
+
+    assert cached("lru", "soon", "late") == cached("workload-aware") == 4
+    assert cached("workload-aware", "soon", "late") == 8
+
+
 def test_F014_requests_that_opt_out_read_nothing_or_leave_nothing(make_engine, run_all, greedy):
     engine = make_engine()
     prompt = list(range(1, 14))
@@ -254,6 +280,7 @@ def test_F014_wishes_are_checked_by_name():
         "ttl_s": [0, -1.0, float("nan"), "x", True],
         "cache_read": [None, 0],
         "cache_write": ["no"],
+        "group": [None, 3, b"chat"],
     }.items():
         for value in values:
             with pytest.raises(ValueError, match=name):

@@ -383,6 +383,31 @@ def test_counts_of_references_equal_the_replay_by_every_definition(insert: str, 
             assert replace(again, token_ratios=0) == replace(theirs, token_ratios=0)
 
 
+def test_categories_of_references_are_those_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named from the middle on, more than a byte can count, requests without a block between; chunks of any size."""
+    rng = np.random.default_rng(8)
+    names = ["", *map(str, range(600))]
+    rows = []
+    for n, request in enumerate(_tree_trace(5, 900, 3, 6)):
+        group = names[int(rng.integers(len(names)))] if n > 50 else ""
+        rows.append(replace(request, group=group))
+        if n % 7 == 0:
+            rows.append(replace(request, num_input=1, granule_ids=np.empty(0, np.int64), group="none"))
+    trace = Trace("t", "generated", 4, True, lambda: iter(rows))
+    theirs = [replay(trace, 4, PolicyStore(c, "workload-aware")) for c in (20, 60)]
+    lru = [replay(trace, 4, PolicyStore(c, "lru")) for c in (20, 60)]
+    for chunk in (1 << 14, 5):
+        _small_chunks(monkeypatch, chunk)
+        refs = load_references(trace, 4)
+        assert refs.groups is not None and refs.groups.dtype == np.uint16
+        held = [r.group for r in rows if len(r.granule_ids)]
+        assert [refs.group_names[number] for number in refs.groups] == held
+        ours = [replay_references(refs, PolicyStore(c, "workload-aware")) for c in (20, 60)]
+        assert [c.hit_blocks for c in ours] == [c.hit_blocks for c in theirs] != [c.hit_blocks for c in lru]
+    unnamed = load_references(_tree_trace(5, 90, 3, 6), 4)
+    assert unnamed.groups is None and unnamed.group_names == ()
+
+
 def test_chunks_end_with_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = _tree_trace(4, 300, 3, 7)
     whole = load_references(trace, 4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedjax.cache import INDEXES, POLICIES, InvariantError, PagedManager, TokenChain
+from pagedjax.cache import INDEXES, POLICIES, Hints, InvariantError, PagedManager, TokenChain
 from pagedjax.cache.policies import Belady
 from pagedjax.cache.policies.scored import Scored
 from pagedjax.sim.replay import LRUStore, PolicyStore, replay, stream_refs
@@ -35,7 +35,9 @@ def _tree(rng: random.Random, requests: int) -> list[list[int]]:
     return rows
 
 
-def _engine(policy, index: str, capacity: int, rows: list[list[int]], chunk: int) -> list[int]:
+def _engine(
+    policy, index: str, capacity: int, rows: list[list[int]], chunk: int, groups: list[str] | None = None
+) -> list[int]:
     """Hit blocks of each request: real tokens, real hashes, prompts computed in chunks, one at a time."""
     m = PagedManager(num_blocks=capacity + 2, block_size=SIZE, policy=policy, index=index)
     hits = []
@@ -43,7 +45,8 @@ def _engine(policy, index: str, capacity: int, rows: list[list[int]], chunk: int
         tokens = [key * SIZE + i for key in row for i in range(SIZE)]
         chain = TokenChain([*tokens, 10**7 + seq], block_size=SIZE)
         m.now = float(seq)
-        done = m.begin(seq, chain).num_tokens
+        hints = Hints(group=groups[seq]) if groups is not None else Hints()
+        done = m.begin(seq, chain, hints).num_tokens
         hits.append(done // SIZE)
         while done < len(chain):
             step = min(chunk, len(chain) - done)
@@ -59,6 +62,7 @@ def _agree(policy: str, index: str, seed: int) -> None:
     rng = random.Random(f"{policy} {index} {seed}")
     rows = _tree(rng, 60)
     capacity = rng.randrange(8, 40)
+    groups = [rng.choice(("", "chat", "api")) for _ in rows]
     named = policy
     if policy == "belady":
         futures = []
@@ -75,11 +79,12 @@ def _agree(policy: str, index: str, seed: int) -> None:
         stores = [named, named]
     store = PolicyStore(capacity, stores[0], index)
     ours = []
-    for row in rows:
+    for row, group in zip(rows, groups):
         keys = np.array(row)
         ours.append(store.hits(keys))
+        store.next_group(group)
         store.touch(keys)
-    assert ours == _engine(stores[1], index, capacity, rows, 10**6)
+    assert ours == _engine(stores[1], index, capacity, rows, 10**6, groups)
     assert index == "table" or sum(ours) > 0
 
 

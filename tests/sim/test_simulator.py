@@ -20,6 +20,7 @@ from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
+from pagedjax.sim.requests import PlayRequests
 from pagedjax.sim.simulator import Beams, Prompts, VirtualClock, hash_plan, simulate
 from pagedjax.sim.synth import agents, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace, write_trace
@@ -600,6 +601,30 @@ def test_calibration_leaves_out_what_the_steps_do_not_show() -> None:
     found = calibrate(peaks, bare, rows, [0.5 + w.flops / 5e13 - 3e-3 * n for w, n in zip(works, rows)])
     assert found.compute_efficiency == pytest.approx(0.5, rel=0.05) and found.host_s_per_row == 0.0
     assert 0 < found.step_overhead_s < 0.5
+
+
+def test_F014_the_category_in_a_trace_reaches_the_policy(tmp_path: Any) -> None:
+    """As `tests/engine/test_cases.py` has it, with the trace's own column; read, and written and read."""
+    late = (0, 100, 200, 300, 400)
+    at = [
+        (float(n), 2, "late") if n in late else (float(n), 1, "soon") for n in (*late[:4], *range(381, 411))
+    ]
+    at += [*((429.0 + n, n, "") for n in (11, 12)), (442.0, 2, "late")]
+    rows = [{"arrival_s": t, "token_ids": [n] * 9, "num_output": 1, "group": g} for t, n, g in at]
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("\n".join(map(json.dumps, rows)))
+    write_trace(second, open_trace(first), granularity=1, tail_ids=True)
+
+    def cached(path: Any, policy: str) -> int:
+        manager = PagedManager(num_blocks=9, block_size=4, policy=policy)
+        config = SchedulerConfig(2, 16)
+        result = simulate(open_trace(path), manager, lambda plan: 0.1, config, max_model_len=16)
+        return result.records[-1].num_cached
+
+    found = [cached(path, policy) for path in (first, second) for policy in ("lru", "workload-aware")]
+    assert found == [4, 8, 4, 8]
+    played = list(PlayRequests(open_trace(first), 99))
+    assert {p.sampling.group for p in played} == {"soon", "late", ""}
 
 
 def test_F014_wishes_in_a_trace_reach_the_policy(tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pagedjax.cache.eviction import LRU, EvictionPolicy
 from pagedjax.cache.plugins import Plugins
 from pagedjax.cache.policies.adaptive import ARC, LeCaR, WTinyLFU
+from pagedjax.cache.policies.category import WorkloadAware
 from pagedjax.cache.policies.credit import ReuseCredit
 from pagedjax.cache.policies.future import Belady
 from pagedjax.cache.policies.queues import LIRS, S3FIFO, SIEVE, SLRU, TwoQ
@@ -44,6 +45,7 @@ POLICIES: dict[str, PolicyFactory] = {
     "length-aware": LengthAware,
     "cost": CostAware,
     "reuse-credit": ReuseCredit,
+    "workload-aware": WorkloadAware,
     "retention": Retention,
     "belady": _needs_a_future,
 }
@@ -85,5 +87,6 @@ __all__ = [
     "ReuseCredit",
     "TwoQ",
     "WTinyLFU",
+    "WorkloadAware",
     "make_policy",
 ]

@@ -154,6 +154,32 @@ MUTANTS = (
         "2 * length.bit_length()",
         (POLICIES,),
     ),
+    Mutant("workload-aware: no expected life", "yield soon - (now", "yield -(now", (POLICIES,)),
+    Mutant("workload-aware: intervals never fade", "if self._new >= self._period", "if False", (POLICIES,)),
+    Mutant(
+        "workload-aware: ties by arrival",
+        "(now, -self._position[b], self._arrivals)",
+        "(now, 0, self._arrivals)",
+        (POLICIES,),
+    ),
+    Mutant(
+        "workload-aware: the first category stays",
+        "        for b in blocks:\n            self._group[b] = hints.group\n",
+        "",
+        (POLICIES,),
+    ),
+    Mutant(
+        "the category ends at the scheduler",
+        "            group=sampling.group,\n",
+        "",
+        ("engine/test_cases.py::test_F014_the_category_of_a_request_reaches_the_policy",),
+    ),
+    Mutant(
+        "a replay of blocks has no category",
+        "kept.tolist(), now, self._hints)",
+        "kept.tolist(), now)",
+        ("sim/test_replay_and_curve.py::test_categories_of_references_are_those_of_the_trace", POLICIES),
+    ),
     Mutant(
         "a replay finds the newest of twins",
         "held[key] = others.pop(0)",

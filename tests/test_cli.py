@@ -185,6 +185,8 @@ def test_F014_generate_reaches_the_policy_and_says_what_was_done(run, tiny_folde
         "--ttl",
         "9.5",
         "--no-cache-write",
+        "--group",
+        "chat",
         "--priority",
         "2",
     ]

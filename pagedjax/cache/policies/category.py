@@ -26,16 +26,16 @@ class ReuseIntervals:
         self._prior, self._period = prior, period
         self._own: dict[str, tuple[float, float]] = {}  # sum, number
         self._all = (0.0, 0.0)
-        self._since = 0
+        self._new = 0
 
     def add(self, group: str, interval: float) -> None:
         """A block of this category was used again, so long after its last use."""
         total, number = self._own.get(group, (0.0, 0.0))
         self._own[group] = total + interval, number + 1
         self._all = self._all[0] + interval, self._all[1] + 1
-        self._since += 1
-        if self._since >= self._period:
-            self._since = 0
+        self._new += 1
+        if self._new >= self._period:
+            self._new = 0
             self._all = self._all[0] / 2, self._all[1] / 2
             # Of many users most are gone for good: what has faded below the prior's notice is dropped.
             self._own = {g: (t / 2, n / 2) for g, (t, n) in self._own.items() if n > 1e-3}

@@ -115,13 +115,13 @@ class _Pools:
             ValueError, TypeError, IndexError, AttributeError: They are none, or make a block's owners fewer than none.
         """
         owners, contents = self._owners, self._contents
-        was: dict[tuple[int, int], tuple[int, str | None]] = {}
+        was: dict[tuple[int, int], str | None] = {}  # what they held before
         for group, events in enumerate(pools):
             for what, named, *digests in events:
                 places = [(group, block) for block in named]
                 for place in places:
                     if place not in was:
-                        was[place] = owners.get(place, 0), contents.get(place)
+                        was[place] = contents.get(place)
                 if what == "take":
                     owners.update(dict.fromkeys(places, 1))
                 elif what in ("share", "free"):
@@ -138,12 +138,9 @@ class _Pools:
                 else:
                     raise ValueError(f"{what!r} is nothing that happens to a block")
         out: list[list[Any]] = []
-        for place, (had_owners, had) in was.items():
-            now, content = owners.get(place, 0), contents.get(place)
-            if content != had:
-                out.append([*place, now, content])
-            elif now != had_owners:
-                out.append([*place, now])
+        for place, had in was.items():
+            content = contents.get(place)
+            out.append([*place, owners.get(place, 0)] + ([content] if content != had else []))
         return out
 
 

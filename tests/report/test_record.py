@@ -284,7 +284,7 @@ def test_version_1_is_read_and_broken_events_are_refused_by_line(tmp_path):
     old = replay(read_record(path)).snapshot()
     events = '"pools":[[["take",[3,4,5]],["fill",[3,5],"ab,cd"],["share",[3]],["drop",[5]],["free",[5]]]]'
     path.write_text(first % 2 + step % events)
-    assert list(read_record(path))[1]["blocks"] == [[0, 3, 2, "ab"], [0, 4, 1]]
+    assert list(read_record(path))[1]["blocks"] == [[0, 3, 2, "ab"], [0, 4, 1], [0, 5, 0]]
     assert replay(read_record(path)).snapshot() == old
     for events in (
         '[["free",[3]]]',

@@ -32,9 +32,9 @@ The first of them tells what the pools held before, as if it happened then.
 
 Who reads a record gets `blocks` in its place: `[group, block, owners]` of every block that anything happened to since
 the frame before, with a fourth entry where its content changed (the digest in hex, null: not indexed any more).
-Explorations and version 1 wrote that into the file. `tables` are `[sequence, group, position, blocks]` to write into a table, `gone`
-sequences that hold none any more. An exploration's frames carry the `command` that they come from. Replaying the frames
-gives the manager's state.
+Explorations and version 1 wrote that into the file. `tables` are `[sequence, group, position, blocks]` to write into a
+table, `gone` sequences that hold none any more. An exploration's frames carry the `command` that they come from.
+Replaying the frames gives the manager's state.
 """
 
 from __future__ import annotations

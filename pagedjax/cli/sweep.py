@@ -164,24 +164,27 @@ def _sweep(
         raise ValueError(f"measure={chosen}: must be one of {', '.join(MEASURES)}")
     axes: dict[str, list[Any]] = {"trace": [str(path) for path in traces]}
 
-    def once(name: str) -> str:
+    given: list[str] = []
+
+    def once(name: str, among: str = "--set and --grid") -> str:
         if name in given:
-            raise click.UsageError(f"{name}: stands twice among --set and --grid; take one out")
+            raise click.UsageError(f"{name}: stands twice among {among}; take one out")
         given.append(name)
         return name
 
+    tables_of = f"the tables of {plan}"
     for key, value in tables["set"].items():
-        axes[resolve(chosen, key)] = [value]
-    given: list[str] = []
-    for text in settings:
-        key, value = _split("--set", text)
-        axes[once(resolve(chosen, key))] = [_value(value)]
+        axes[once(resolve(chosen, key), tables_of)] = [value]
     for key, value in tables["grid"].items():
         if not isinstance(value, list):
             raise ValueError(
                 f"{plan}: grid.{key}={value!r}: must be a list of values; a single one goes under [set]"
             )
-        axes[resolve(chosen, key)] = value
+        axes[once(resolve(chosen, key), tables_of)] = value
+    given.clear()  # what is typed counts before the file
+    for text in settings:
+        key, value = _split("--set", text)
+        axes[once(resolve(chosen, key))] = [_value(value)]
     for text in grids:
         key, value = _split("--grid", text)
         axes[once(resolve(chosen, key))] = [_value(part) for part in value.split(",")]

@@ -206,6 +206,11 @@ def test_means_stand_with_intervals_and_the_unknown_stays_unknown() -> None:
             "insert=all: must be one of",
         ),
         (["t0.jsonl", "--hue", "seed"], "with --x and --y only"),
+        (["both.toml", "t0.jsonl"], "cache.num_blocks: stands twice among the tables of both.toml"),
+        (
+            ["grid.toml", "t0.jsonl", "--set", "num_blocks=none"],
+            "num_blocks=none",
+        ),  # typed: before the file's
         (["own.toml"], "give one trace or more"),
         (["own.toml", "t0.jsonl"], "own.toml: gird: must be one of the tables"),
         (["t0.jsonl", "--measure", "replay", "--grid", "block_size=8"], "a replay needs a number of blocks"),
@@ -215,6 +220,8 @@ def test_bad_sweeps_end_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (folder / "own.toml").write_text("[gird]\na = [1]\n")
+    (folder / "both.toml").write_text("[grid]\nnum_blocks = [9]\n[set]\ncache.num_blocks = 11\n")
+    (folder / "grid.toml").write_text("[grid]\nnum_blocks = [9, 11]\n")
     (folder / "seeds.toml").write_text("[sweep]\nseeds = true\n[set]\nrate = 1\n")
     (folder / "measure.toml").write_text("[sweep]\nmeasure = 3\n")
     assert main(["sweep", *arguments, "--jobs", "1"]) == 2

@@ -266,15 +266,18 @@ def test_doctor_says_how_a_model_is_dealt_out(run, tiny_folder):
         settings = ("--json", "--set", f"runtime.tensor_parallel={devices}")
         return json.loads(run("doctor", str(tiny_folder), *settings)[1])["mesh"]
 
-    assert mesh(1).keys() == {"tensor_parallel", "can_be_dealt_out_to"}
+    assert mesh(1).keys() == {"tensor_parallel", "processes", "can_be_dealt_out_to"}
     two = mesh(2)
-    assert two["tensor_parallel"] == "2 of 8 cpu devices, in 1 process"
+    assert two["tensor_parallel"] == "2 of 8 cpu devices"
+    assert two["processes"].startswith("this one; no launcher")
     assert two["can_be_dealt_out_to"] == "1, 2 devices"
     assert two["each_device"].startswith("3 query heads, 1 KV heads, 40 of the MLP, 129 tokens")
     assert "layer_*/qkv/weight heads: [80, 48], [40, 48] on each device" in two["weights"]
     assert "final_norm/scale whole: [48]" in two["weights"]
-    assert "does not divide" in mesh(3)["refused"]
-    assert "NOT ENOUGH" in mesh(16)["tensor_parallel"]
+    assert mesh(3)["refused"].endswith("must be dealt out evenly; try 1 or 2")
+    assert mesh(16)["not_here"].endswith(
+        "8 cpu devices are here; try at most 8, or set JAX_NUM_CPU_DEVICES=16"
+    )
 
 
 def test_doctor_finds_out(run, tmp_path):

@@ -110,6 +110,27 @@ def record(common: Common, rounds: int) -> None:
     _show(common, {"record": bench.run(rounds=rounds, note=common.note)})
 
 
+@command.command("hosts")
+@click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences of a step.")
+@click.option("--context", type=_COUNT, default=512, show_default=True, help="Prompt length in tokens.")
+@click.option(
+    "--tokens", type=_COUNT, default=32, show_default=True, help="Tokens decoded a sequence and round."
+)
+@click.option(
+    "--rounds", type=_COUNT, default=3, show_default=True, help="Of one process and of two, in turn."
+)
+@common_options(settings=(), cache_dir=False)
+def hosts(common: Common, batch: int, context: int, tokens: int, rounds: int) -> None:
+    """What a step costs the host on two processes beyond one and beyond an empty message; bytes of a step.
+
+    Starts two processes of a tiny model on this machine's CPU.
+    """
+    from pagedjax.bench import hosts as bench
+
+    rows = bench.run(batch=batch, context=context, tokens=tokens, rounds=rounds, note=common.note)
+    _show(common, {"hosts": rows})
+
+
 @command.command("cache")
 @click.option("--large", is_flag=True, help="Also a pool of 1,000,000 blocks (about half a minute).")
 @common_options(settings=("cache.index", "cache.policy", "cache.block_size"), cache_dir=False)

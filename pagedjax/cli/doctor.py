@@ -180,27 +180,34 @@ def _mesh(common: Common) -> dict[str, Any]:
     """The devices that a step would run on, and which rule each weight follows where the model's files are here."""
     import jax
 
+    from pagedjax.models.config import ModelError
     from pagedjax.models.hub import describe_model
     from pagedjax.models.sharding import Cut, possible_devices, rule_of
+    from pagedjax.runtime.mesh import check_devices
 
     n, have = common.config.runtime.tensor_parallel, jax.devices()
     facts: dict[str, Any] = {
-        "tensor_parallel": f"{n} of {len(have)} {have[0].platform} devices, in {jax.process_count()} process"
-        + ("" if n <= len(have) else "; NOT ENOUGH devices are here")
+        "tensor_parallel": f"{n} of {len(have)} {have[0].platform} devices",
+        "processes": _processes(),
     }
+    try:
+        check_devices(n)
+    except ValueError as error:
+        facts["not_here"] = str(error)
     described = describe_model(common.config.model.model, cache_dir=_folder(common))
     if described is None:
         return facts
     config = described[0]
     facts["can_be_dealt_out_to"] = ", ".join(str(count) for count in possible_devices(config)) + " devices"
-    if n not in possible_devices(config):
-        return facts | {"refused": f"runtime.tensor_parallel={n} does not divide this model's heads and MLP"}
     if n == 1:
         return facts
     from pagedjax.models.decoder import abstract_params
     from pagedjax.models.weights import flat
 
-    cut = Cut(config, n)
+    try:
+        cut = Cut(config, n)
+    except ModelError as error:
+        return facts | {"refused": str(error)}
     shared = f" (each on {cut.kv_copies} devices)" if cut.kv_copies > 1 else ""
     facts["each_device"] = (
         f"{cut.heads} query heads, {cut.kv_heads} KV heads{shared}, {config.d_mlp // n} of the MLP, {cut.tokens} tokens"
@@ -213,6 +220,19 @@ def _mesh(common: Common) -> dict[str, Any]:
             rows = "" if rule.axis is None else f", {list(local[name].shape)} on each device"
             rules[name.replace("layer_00/", "layer_*/")] = f"{rule.name}: {list(leaf.shape)}{rows}"
     return facts | {"weights": [f"{name} {rule}" for name, rule in rules.items()]}
+
+
+def _processes() -> str:
+    """The processes of a run with `--hosts auto`: this one alone, or those that a launcher started."""
+    from pagedjax.runtime.hosts import Hosts
+
+    try:
+        hosts = Hosts.of_launcher(wait_s=5)
+    except (ValueError, RuntimeError, OSError):  # none is known, or its process 0 has no address yet
+        return "this one; no launcher is known here (--hosts says how to name others)"
+    if hosts is None:
+        return "this one, which a launcher started alone"
+    return f"{hosts.index} of {hosts.count} by the launcher, process 0 at {hosts.address} (--hosts auto)"
 
 
 def _windows(config: ModelConfig) -> str:

@@ -93,7 +93,12 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 )
 @click.option("--record-text", is_flag=True, help="With --record: the prompts' text, too.")
 @click.option("--stats", "show_stats", is_flag=True, help="Say at the end what cache and engine have done.")
-@click.option("--hosts", "address", metavar="HOST:PORT", help="Several processes: where process 0 is.")
+@click.option(
+    "--hosts",
+    "address",
+    metavar="HOST:PORT|auto",
+    help="Several processes: where process 0 is; auto: as the launcher says (SLURM, Open MPI, Cloud TPU, …).",
+)
 @click.option("--processes", type=click.IntRange(min=2), help="With --hosts: how many.")
 @click.option("--process", type=click.IntRange(min=0), help="With --hosts: which is this, from 0.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]")
@@ -181,6 +186,14 @@ def _hosts(address: str | None, processes: int | None, process: int | None) -> H
     given = [value is not None for value in (address, processes, process)]
     if not any(given):
         return None
+    if address == "auto":
+        if any(given[1:]):
+            raise click.UsageError(
+                "--hosts auto: the launcher knows --processes and --process; leave them out"
+            )
+        from pagedjax.runtime.hosts import Hosts
+
+        return Hosts.of_launcher()
     if not all(given):
         raise click.UsageError("--hosts, --processes and --process: belong together; give all three")
     from pagedjax.runtime.hosts import Hosts

@@ -62,9 +62,40 @@ class Hosts:
 
     @property
     def messages(self) -> tuple[str, int]:
-        """Where process 0 listens for the others."""
+        """Where process 0 is for the others' messages."""
         host, _, port = self.address.rpartition(":")
         return host, int(port) + 1
+
+    @classmethod
+    def of_launcher(cls, wait_s: float = 300.0) -> Hosts | None:
+        """The processes that a launcher started, by what jax knows of SLURM, Open MPI, Kubernetes and TPU slices.
+
+        Args:
+            wait_s: How long to wait for the others at the start.
+
+        Returns:
+            None where it started this process alone.
+
+        Raises:
+            ValueError: No launcher is known here.
+        """
+        from jax._src.clusters import ClusterEnv  # jax says it nowhere else before its own processes have met
+
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        for kind in ClusterEnv._cluster_types:
+            if kind.opt_in_only_method or not kind.is_env_present():
+                continue
+            if kind.get_process_count() == 1:
+                return None
+            host, _, own = kind.get_coordinator_address(
+                timeout_secs=int(wait_s), override_coordinator_port=port
+            ).rpartition(":")
+            address = f"{host}:{min(int(own), 65534)}"  # messages use the port after it
+            return cls(address, kind.get_process_count(), kind.get_process_id(), wait_s)
+        raise ValueError(
+            "hosts auto: no launcher is known here (SLURM, Open MPI 4, Kubernetes, Cloud TPU); give HOST:PORT, "
+            "--processes and --process"
+        )
 
 
 def join(hosts: Hosts, settings: str) -> Channel:
@@ -113,7 +144,10 @@ class Channel:
     def _listen(self, settings: str) -> dict[int, socket.socket]:
         deadline = time.monotonic() + self.hosts.wait_s
         found: dict[int, socket.socket] = {}
-        with socket.create_server(self.hosts.messages, reuse_port=False) as server:
+        host, port = self.hosts.messages
+        # A name may lead elsewhere than to the interface that the others reach, as jax's own coordinator knows.
+        here = host if host in ("127.0.0.1", "localhost") else ""
+        with socket.create_server((here, port), reuse_port=False) as server:
             while len(found) < self.hosts.count - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from judges import QUICK
 
 from pagedjax.cli import main
 from pagedjax.models.weights import save_params
@@ -68,7 +69,8 @@ while at < requests or engine.has_work:
         engine.scheduler._preempt(engine.scheduler.running[0])
     for output in engine.step() if engine.has_work else []:
         out[output.request_id] = [list(c.token_ids) for c in output.outputs]
-print(json.dumps({"tokens": out, "swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}))
+stats = {"swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}
+print(json.dumps({"tokens": out, **stats}))
 """
 
 
@@ -102,7 +104,7 @@ def free_port():
 
 def start(folder, processes, devices, requests, here=None):
     """The processes of a run, or only those of some indices."""
-    flags = "--xla_backend_optimization_level=0"
+    flags = " ".join(f"--{name}={value.lower()}" for name, value in QUICK.items())
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices // processes), "XLA_FLAGS": flags}
     address = f"127.0.0.1:{free_port()}"
     return [
@@ -194,11 +196,76 @@ def test_hosts_that_cannot_be_are_refused(values, parts):
         (("--hosts", "h:1"), "--hosts, --processes and --process: belong together"),
         (("--process", "1", "--processes", "2"), "belong together"),
         (("--hosts", "h", "--process", "1", "--processes", "2"), "must be HOST:PORT"),
+        (("--hosts", "auto", "--process", "1"), "leave them out"),
+        (("--hosts", "auto"), "no launcher is known here"),
     ],
 )
 def test_options_of_hosts_belong_together(capsys, options, message):
     assert main(["generate", "x", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4095",
+    "SLURM_STEP_NODELIST": "node[007-008],other",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURM, Hosts("node007:65534", 2, 1)),  # 65535 has no port after it
+        (SLURM | {"JAX_COORDINATOR_PORT": "4321"}, Hosts("node007:4321", 2, 1)),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        (OPEN_MPI, Hosts("10.96.0.1:61442", 3, 0)),
+    ],
+)
+def test_launchers_say_which_process_this_is(monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Hosts.of_launcher() == expected
+
+
+@pytest.mark.full
+def test_two_processes_of_a_launcher_answer_as_one(folder):
+    port = free_port()
+    variables = SLURM | {"SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
+    command = [sys.executable, "-m", "pagedjax", "generate", "the quick brown fox", "--raw", "--ignore-eos"]
+    command += ["--max-tokens", "6", "--set", "runtime.tensor_parallel=2", "--set", "cache.num_blocks=33"]
+    command += [
+        "--set",
+        f"model.model={folder}",
+        "--set",
+        "model.max_model_len=64",
+        "--cache-dir",
+        str(folder),
+    ]
+    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+    def start_one(extra, variables):
+        return subprocess.Popen(
+            [*command, *extra],
+            env=env | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    ((code, alone, err),) = finish([start_one([], {"JAX_NUM_CPU_DEVICES": "2"})])
+    assert code == 0 and alone, err
+    own = [variables | {"JAX_NUM_CPU_DEVICES": "1", "SLURM_PROCID": str(i)} for i in range(2)]
+    first, second = finish([start_one(["--hosts", "auto"], one) for one in own])
+    assert first[:2] == (0, alone), first[2]
+    assert second[:2] == (0, "")
 
 
 # ------------------------------------------------------------------ messages, within one process

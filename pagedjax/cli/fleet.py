@@ -68,6 +68,10 @@ def command(
     from pagedjax.sim.fleet import run_fleet
     from pagedjax.sim.fleet.file import read_fleet
 
+    if concurrency is not None and scale is not None:
+        raise click.UsageError(
+            "--scale with --concurrency: a closed loop has no times to divide; leave one out"
+        )
     keep_apart([("the trace", file)], {"--records": records, "--record": record_file})
     given = {
         "fleet.router": router,

@@ -155,6 +155,8 @@ def test_the_command_records_a_fleet_and_shows_it(tmp_path, monkeypatch):
         assert run.exit_code == 2 and f"{option} {trace}: is the trace itself" in run.output
     run = CliRunner().invoke(cli, ["fleet", str(trace), "--record", str(out), "--records", str(out)])
     assert run.exit_code == 2 and "is the file of --record" in run.output
+    run = CliRunner().invoke(cli, ["fleet", str(trace), "--concurrency", "2", "--scale", "3"])
+    assert run.exit_code == 2 and "a closed loop has no times to divide" in run.output
     for over, option in ((record, "--run"), (trace, "--trace")):
         run = CliRunner().invoke(cli, ["report", str(over), option, str(over)])
         assert run.exit_code == 2 and f"OUT {over}: is the " in run.output

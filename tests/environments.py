@@ -28,7 +28,8 @@ class Row(NamedTuple):
     tests: tuple[str, ...] = ()  # instead of the table's
 
 
-def _isa(xla: str, march: str, needs: str) -> Row:
+def isa_row(xla: str, march: str, needs: str) -> Row:
+    """Names of XLA and of the compiler, and what the CPU must have; "" is the machine's own."""
     flags = os.environ.get("XLA_FLAGS", "")
     limit = f" --xla_cpu_max_isa={xla}" if xla else ""
     name = f"XLA {xla or 'native'}, C++ {march}"
@@ -40,7 +41,11 @@ WITHOUT_POISON = tuple(f"tests/runtime/test_{name}.py" for name in ("llm", "llm_
 TABLES: dict[str, tuple[tuple[str, ...], tuple[Row, ...]]] = {
     "isa": (
         ("tests/kernels", "tests/runtime"),
-        (_isa("SSE4_2", "x86-64-v2", "sse4_2"), _isa("AVX2", "x86-64-v3", "avx2"), _isa("", "native", "")),
+        (
+            isa_row("SSE4_2", "x86-64-v2", "sse4_2"),
+            isa_row("AVX2", "x86-64-v3", "avx2"),
+            isa_row("", "native", ""),
+        ),
     ),
     "settings": (
         ("tests/runtime/test_runner.py", "tests/models/test_decoder.py"),

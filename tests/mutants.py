@@ -362,8 +362,8 @@ MUTANTS = (
     ),
     Mutant(
         "record: a told table moves on until it is written",
-        "(seq_id, group, 0, new.copy())",
-        "(seq_id, group, 0, new)",
+        "tuple(new.copy() for new in lists)",
+        "tuple(lists)",
         ("report/test_record.py",),
     ),
     Mutant(

@@ -502,10 +502,11 @@ def _reuse_credit(rows, capacity, fade):
 
     def end(classes, returned):
         nonlocal epoch, since
-        outcomes.extend((epoch, c, returned) for c in classes)
-        since += len(classes)
-        if since >= fade * pool:
-            epoch, since = epoch + 1, 0
+        for c in classes:
+            outcomes.append((epoch, c, returned))
+            since += 1
+            if since >= fade * pool:
+                epoch, since = epoch + 1, 0
 
     def credit(kind):
         ended = returned = own_ended = own_returned = 0.0

@@ -3,7 +3,7 @@
 import os
 import stat
 
-import isa
+import environments
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,16 +62,16 @@ def test_the_target_goes_to_the_compiler_which_refuses_what_it_does_not_know(emp
 
 
 def test_F110_rows_of_make_test_isa_that_do_not_apply_are_named(monkeypatch):
-    assert not isa.refusal(*isa.ROWS[-1])
-    monkeypatch.setattr(isa, "cpu_flags", lambda: {"sse4_2"})
-    monkeypatch.setattr(isa, "X86", True)
-    assert [isa.refusal(*row) for row in isa.ROWS] == ["", "this CPU has no avx2", ""]
-    monkeypatch.setattr(isa, "X86", False)
-    assert [isa.refusal(*row).split(" is ")[0] for row in isa.ROWS] == ["x86-64-v2", "x86-64-v3", ""]
+    rows = environments.TABLES["isa"][1]
+    assert not environments.refusal(rows[-1])
+    monkeypatch.setattr(environments, "cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr(environments, "X86", True)
+    assert [environments.refusal(row) for row in rows] == ["", "this CPU has no avx2", ""]
+    monkeypatch.setattr(environments, "X86", False)
+    assert [bool(environments.refusal(row)) for row in rows] == [True, True, False]
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
-    limited = isa.environment(*isa.ROWS[1][:2])
-    assert limited["XLA_FLAGS"] == "--xla_dump_to=x --xla_cpu_max_isa=AVX2"
-    assert limited["PAGEDJAX_MARCH"] == "x86-64-v3"
+    limited = environments.isa_row("AVX2", "x86-64-v3", "avx2").variables
+    assert limited == {"XLA_FLAGS": "--xla_dump_to=x --xla_cpu_max_isa=AVX2", "PAGEDJAX_MARCH": "x86-64-v3"}
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="native cannot be built: no C++ compiler here")

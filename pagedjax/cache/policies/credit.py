@@ -27,17 +27,19 @@ class ReturnRates:
 
     def end(self, kinds: Iterable[int], *, returned: bool) -> None:
         """Blocks of these classes were used again, or were forgotten before that."""
-        counts = Counter(kinds)
-        number = counts.total()
-        for kind, count in counts.items():
-            self._ended[kind] = self._ended.get(kind, 0.0) + count
-            if returned:
-                self._returned[kind] = self._returned.get(kind, 0.0) + count
-        self._all_ended += number
-        self._all_returned += number * returned
-        self._since += number
-        if self._since >= self._period:
-            self._fade()
+        kinds = list(kinds)
+        while kinds:  # up to where counts fade, so that outcomes told at once count as those told one by one
+            room = max(math.ceil(self._period) - self._since, 1)
+            part, kinds = kinds[:room], kinds[room:]
+            for kind, count in Counter(part).items():
+                self._ended[kind] = self._ended.get(kind, 0.0) + count
+                if returned:
+                    self._returned[kind] = self._returned.get(kind, 0.0) + count
+            self._all_ended += len(part)
+            self._all_returned += len(part) * returned
+            self._since += len(part)
+            if self._since >= self._period:
+                self._fade()
 
     def _fade(self) -> None:
         self._since = 0

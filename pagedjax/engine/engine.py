@@ -133,11 +133,11 @@ class Engine:
                 self._add(
                     added, prompt_token_ids, sampling, request_id, extra, priority, self._clock(), chain
                 )
+            return added[0]
         except KeyboardInterrupt:  # the caller never learns the id
             for name in added:
                 self.abort(name)
             raise
-        return added[0]
 
     def _add(
         self,

@@ -347,8 +347,7 @@ def calibrate(
     """Fit efficiencies and host times to measured steps; the peaks stay.
 
     Which roof bounds a step depends on the efficiencies, so both are settled in turn: assign steps to a
-    roof, solve the linear least squares of relative errors that is left (a step of milliseconds counts as
-    much as one of a second), assign again. A roof that the steps do not show (more of its work
+    roof, solve the linear least squares that is left, assign again. A roof that the steps do not show (more of its work
     would take less time, as where all weights lie in a cache) is taken out, with efficiency 1, and a host time per row
     that comes out negative is 0.
 
@@ -408,10 +407,10 @@ def _settle(
         under = [np.where(bound, compute, 0.0).sum(axis=0), np.where(bound, 0.0, memory).sum(axis=0)]
         columns = np.stack([np.ones(len(rows)), rows, *under], axis=1)
         used = np.asarray(columns.any(axis=0))
-        fit = _solve(columns / seconds[:, None], used)
+        fit = _solve(columns, seconds, used)
         if fit[1] < 0:  # rows cost nothing that these steps could show
             used[1] = False
-            fit = _solve(columns / seconds[:, None], used)
+            fit = _solve(columns, seconds, used)
         # A roof that bounds no step keeps its scale.
         scale_c, scale_m = float(fit[2]) if used[2] else scale_c, float(fit[3]) if used[3] else scale_m
         if np.array_equal(bound, compute * scale_c > memory * scale_m):
@@ -419,8 +418,8 @@ def _settle(
     return float(fit[0]), float(fit[1]), scale_c, scale_m
 
 
-def _solve(columns: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Least squares to 1 over the used columns; 0 for the others."""
+def _solve(columns: np.ndarray, seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Least squares over the used columns; 0 for the others."""
     fit = np.zeros(columns.shape[1])
-    fit[used] = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)[0]
+    fit[used] = np.linalg.lstsq(columns[:, used], seconds, rcond=None)[0]
     return fit

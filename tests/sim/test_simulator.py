@@ -594,7 +594,7 @@ def test_calibration_leaves_out_what_the_steps_do_not_show() -> None:
     works = [Work(float(f), float(b)) for f, b in rng.uniform((1e11, 1e9), (5e13, 4e11), (80, 2))]
     rows = rng.integers(1, 64, 80).tolist()
     peaks = HardwareSpec("x", 100e12, 1e12, 80e9)
-    seconds = [0.5 + w.flops / 5e13 - 2e-13 * w.bytes for w in works]
+    seconds = [0.5 + w.flops / 5e13 - 1e-12 * w.bytes for w in works]
     found = calibrate(peaks, works, rows, seconds)
     assert found.compute_efficiency == pytest.approx(0.5, rel=0.05) and found.bandwidth_efficiency == 1.0
     bare = [Work(w.flops, 1.0) for w in works]

@@ -104,7 +104,7 @@ $(DOCS_SITE)/.installed-$(PYTAG): requirements/docs-$(PYTAG).txt $(STAMP)
 	touch $@
 
 docs: $(DOCS_SITE)/.installed-$(PYTAG) ## the docs site in build/docs, notebooks executed (offline; DOCS_ARGS="-D nb_execution_mode=off" leaves them)
-	PYTHONPATH=$(DOCS_SITE) $(BIN)/python -m sphinx -W -n --keep-going -q -b html $(DOCS_ARGS) docs build/docs
+	PYTHONPATH=$(abspath $(DOCS_SITE)) $(BIN)/python -m sphinx -W -n --keep-going -q -b html $(DOCS_ARGS) docs build/docs
 	@echo "open build/docs/index.html"
 
 # The compilers of TPUs and GPUs are packages in a folder of their own, beside $(VENV) and not in it: with libtpu

@@ -63,7 +63,8 @@ def run_all(
         data: Folder that holds data/; None: `catalog.default_data`.
         jobs: Processes; 1 works in this one. What is measured comes last and one unit at a time, in this process:
             beside another unit a clock would show that one, too.
-        executor: Who does the units, in place of `jobs`: anything with the interface of `concurrent.futures`.
+        executor: Who does the units, in place of `jobs`: anything with the interface of `concurrent.futures`; what is
+            measured last and one at a time here as well.
         note: Told what is skipped.
         advance: Called with 1 for each finished unit.
 
@@ -101,8 +102,7 @@ def run_all(
         if isinstance(executor, Cluster):
             executor.offer({needed: data / needed for needed in experiment.data})
             call, more = work_there, (header["data"], header["sources"])
-        measured = experiment.kind == "measured" and executor is None
-        (alone if measured else todo).extend(
+        (alone if experiment.kind == "measured" else todo).extend(
             ((name, i), call, (name, unit, str(data), said, *more))
             for i, unit in enumerate(units)
             if i not in done
@@ -110,9 +110,10 @@ def run_all(
         for _ in done:
             advance(1)
     asked = local(jobs if len(todo) > 1 else 1) if executor is None else nullcontext(executor)
-    for calls, by in ((todo, asked), (alone, local(1))):
+    last = local(1) if executor is None else nullcontext(executor)
+    for calls, by, ahead in ((todo, asked, 0), (alone, last, 1)):
         with by as workers:
-            for (name, number), rows in finished(workers, calls):
+            for (name, number), rows in finished(workers, calls, ahead=ahead):
                 file, _, done = files[name]
                 done[number] = rows
                 file.append(number, rows)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -162,6 +162,26 @@ def test_what_is_measured_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pagedjax.lab.run.work", lambda name, *rest: ran.append((asked[-1], name)) or [{}])
     lab.run_all(["hash-cost", "hit-length"], tmp_path, smoke=True, jobs=2)
     assert {name for jobs, name in ran if jobs == 2} == {"hit-length"} and ran[-1] == (1, "hash-cost")
+
+
+def test_what_is_measured_runs_alone_on_any_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--on local:4` is `--jobs 4`: after everything else, each once the one before has ended."""
+    begun: list[tuple[str, int]] = []
+    futures: list[Future[object]] = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, fn, /, *args):  # type: ignore[no-untyped-def]
+            begun.append((args[0], sum(not future.done() for future in futures)))
+            futures.append(super().submit(fn, *args))
+            return futures[-1]
+
+    monkeypatch.setattr("pagedjax.lab.run.work", lambda *unit: time.sleep(0.005) or [{}])
+    with Pool(2) as pool:
+        lab.run_all(["hash-cost", "cached-ttft", "hit-length"], tmp_path, smoke=True, executor=pool)
+    names = [name for name, _ in begun]
+    first = names.index("hash-cost")
+    assert set(names[:first]) == {"hit-length"} and set(names[first:]) == {"hash-cost", "cached-ttft"}
+    assert [under_way for _, under_way in begun[first:]] == [0] * len(names[first:])
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

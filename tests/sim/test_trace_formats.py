@@ -430,6 +430,20 @@ def test_samples_keep_whole_sessions_and_windows_start_at_0(tmp_path: Path) -> N
         list(system_prompt(3).first_sessions(1))
 
 
+@pytest.mark.parametrize(
+    ("row", "own"),
+    [
+        ({"messages": _said("hi"), "user": "ann", "category": "code"}, "code"),
+        ({"body": {"messages": _said("hi"), "user": "ann"}, "category": "code"}, "ann"),
+        ({"body": {"prompt": "hi", "user": "ann"}, "category": "code"}, "ann"),
+    ],
+)
+def test_a_column_that_is_named_says_the_group(tmp_path: Path, row: dict[str, Any], own: str) -> None:
+    path = write(tmp_path, "t.jsonl", jsonl({**row, "team": "blue"}))
+    assert [r.group for r in open_trace(path, encode=utf8)] == [own]
+    assert [r.group for r in open_trace(path, encode=utf8, columns={"group": "team"})] == ["blue"]
+
+
 @pytest.mark.parametrize("name", ["tokens", "openai-chat", "prompt", "burstgpt-json", "mooncake"])
 def test_groups_and_wishes_are_kept_by_every_format_of_single_requests(tmp_path: Path, name: str) -> None:
     wishes = {"retention": 9, "ttl_s": 5.0}

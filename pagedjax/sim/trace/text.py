@@ -111,7 +111,10 @@ class _Texts:
         stated: int | None = None,
         group: str = "",
     ) -> TraceRequest:
-        """One request; `stated` tokens of the answer win over its text's, `group` over the row's."""
+        """One request; `stated` tokens of the answer win over its text's.
+
+        `group` wins over the row's own, but not over a column that was named for it.
+        """
         if isinstance(prompt, str):
             ids = self.ids(row, prompt)
             if not len(ids):
@@ -121,6 +124,8 @@ class _Texts:
             if not len(ids):
                 row.fail("an empty prompt", "must hold at least one token")
         source = self.source
+        if not group or "group" in source.reading.columns:
+            group = source.text("group", row.record) if "group" in source.columns else ""
         output = self.ids(row, answer) if answer else None
         unknown = source.reading.output_tokens if output is None else len(output)
         if stated is None:
@@ -135,7 +140,7 @@ class _Texts:
             output_ids=output,
             session=session,
             wishes=wishes_of(row),
-            group=group or (source.text("group", row.record) if "group" in source.columns else ""),
+            group=group,
         )
 
 
@@ -212,7 +217,7 @@ def open_chat(source: Source) -> Trace:
         said = messages_of(row, row.record, source.column("messages", row.record))
         if said[-1]["role"] == "assistant" and len(said) > 1 and not answer:
             answer = text_of(said.pop()).removeprefix("\n")
-        yield _chat_request(source, texts, row, row.record, said, answer, stated)
+        yield _chat_request(source, texts, row, row.record, said, answer, stated)  # its user is a column
 
     return _trace(source, "chat", requests)
 
@@ -229,12 +234,14 @@ def open_gateway(source: Source) -> Trace:
             row.fail(f"no {source.columns['body'][0]}", "must hold a request's body")
         body = object_of(row, name, row.record[name])
         answer, stated = _answer(source, row, strict=True)
+        user = body["user"] if isinstance(body.get("user"), str) else ""
         prompt = prompt_of(row, body.get("prompt")) if body.get("messages") is None else None
         if prompt is not None:
-            user = body["user"] if isinstance(body.get("user"), str) else ""
             yield texts.request(row, prompt, answer, source.text("session", row.record), stated, user)
             return
-        yield _chat_request(source, texts, row, body, messages_of(row, body, "messages"), answer, stated)
+        yield _chat_request(
+            source, texts, row, body, messages_of(row, body, "messages"), answer, stated, user
+        )
 
     return _trace(source, "gateway", requests)
 
@@ -247,9 +254,9 @@ def _chat_request(
     said: list[dict[str, Any]],
     answer: str,
     stated: int | None,
+    user: str = "",
 ) -> TraceRequest:
     session = source.text("session", row.record)
-    user = body["user"] if isinstance(body.get("user"), str) else ""
     prompt = texts.prompt(row, said, tools_of(row, body.get("tools")))
     return texts.request(row, prompt, answer, session, stated, user)
 

@@ -229,7 +229,7 @@ def _parts(
     if reuse:
         _reuse_times(trace, timed, plot)
         return
-    if not window and not any(timed.names):
+    if not window and timed.refs.groups is None:
         raise click.UsageError(
             f"{trace.name}: names no category or user; name the column (--column group=NAME)"
         )

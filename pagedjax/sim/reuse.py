@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,19 +17,15 @@ from pagedjax.sim.trace import Trace, TraceRequest
 
 @dataclass(frozen=True)
 class TimedReferences:
-    """Block references with what windows and groups need: 12 bytes more for each request.
+    """Block references with what windows need: 8 bytes more for each request.
 
     Attributes:
-        refs: The references.
+        refs: The references, which know their groups.
         arrival_s: f64[requests with references] when each came.
-        group: i32[the same] its group's number.
-        names: Of the groups; "" where a request names none.
     """
 
     refs: References
     arrival_s: np.ndarray
-    group: np.ndarray
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,30 +47,26 @@ class TracePart:
 def load_timed(
     trace: Trace, block_size: int, *, insert: Insert = "prompt", progress: Progress = iter
 ) -> TimedReferences:
-    """Read a trace once, with arrivals and groups.
+    """Read a trace once, with arrivals.
 
     Raises:
         ValueError: As `load_references`.
     """
-    arrivals: list[float] = []
-    groups: list[int] = []
-    numbers: dict[str, int] = {}
+    arrivals = array("d")
+    came = 0.0
 
     def watched(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        nonlocal came
         for request in progress(requests):
-            arrivals.append(request.arrival_s)
-            groups.append(numbers.setdefault(request.group, len(numbers)))
+            came = request.arrival_s
             yield request
 
-    held: list[int] = []
-    refs = load_references(trace, block_size, insert=insert, progress=watched, on_request=held.append)
-    some = np.array(held, dtype=np.int64) > 0
-    return TimedReferences(
-        refs,
-        np.array(arrivals)[some] if arrivals else np.empty(0),
-        np.array(groups, dtype=np.int32)[some] if groups else np.empty(0, np.int32),
-        tuple(numbers),
-    )
+    def counted(references: int) -> None:
+        if references:
+            arrivals.append(came)
+
+    refs = load_references(trace, block_size, insert=insert, progress=watched, on_request=counted)
+    return TimedReferences(refs, np.array(arrivals))
 
 
 def parts(
@@ -91,8 +84,12 @@ def parts(
     """
     if window_s < 0:
         raise ValueError(f"window={window_s}: must be positive seconds; try 3600")
-    at_s = timed.arrival_s // window_s if window_s else timed.group
-    kept, index = np.unique(at_s, return_inverse=True)  # windows in which nobody comes take no room
+    refs = timed.refs
+    if window_s:
+        part_of = timed.arrival_s // window_s
+    else:
+        part_of = np.zeros(len(timed.arrival_s), np.uint8) if refs.groups is None else refs.groups
+    kept, index = np.unique(part_of, return_inverse=True)  # windows in which nobody comes take no room
     count = len(kept)
     requests, tokens = np.bincount(index, minlength=count), np.zeros(count, np.int64)
     found: dict[float, np.ndarray] = {}
@@ -100,13 +97,14 @@ def parts(
         found[capacity] = np.zeros(count, np.int64)
         tokens[:] = 0
         at = 0
-        for start, end, hit in lru_hits(timed.refs, capacity):
-            leading = leading_hits(timed.refs, start, end, hit)
+        for start, end, hit in lru_hits(refs, capacity):
+            leading = leading_hits(refs, start, end, hit)
             own = index[at : at + len(leading.num_input)]
             at += len(own)
             np.add.at(found[capacity], own, leading.hit_tokens)
             np.add.at(tokens, own, leading.num_input)
-    names = [f"{window_s * k:.10g}" if window_s else timed.names[int(k)] for k in kept.tolist()]
+    groups = refs.group_names or ("",)
+    names = [f"{window_s * k:.10g}" if window_s else groups[k] for k in kept.tolist()]
     return [
         TracePart(names[i], int(requests[i]), int(tokens[i]), {c: int(f[i]) for c, f in found.items()})
         for i in range(count)

@@ -39,6 +39,17 @@ def test_windows_and_groups_add_up_to_the_whole(insert: str) -> None:
     named = {p.name: p.requests for p in parts(timed)}
     with_blocks = [r for r in rows if insert == "prompt" or r.num_input + r.num_output >= 4]
     assert named == {name: sum(r.group == name for r in with_blocks) for name in ("u1", "u2")}
+    some = replace(
+        _trace(), source=lambda: (replace(r, group=r.group if r.num_input % 2 else "") for r in rows)
+    )
+    for source, expected in (
+        (some, {"", "u1", "u2"}),
+        (replace(some, source=lambda: (replace(r, group="") for r in rows)), {""}),
+    ):
+        parted = parts(load_timed(source, 4, insert=insert))
+        assert {p.name for p in parted} == expected and sum(p.requests for p in parted) == len(with_blocks)
+        unnamed = sum(r.group == "" for r in source if insert == "prompt" or r.num_input + r.num_output >= 4)
+        assert {p.name: p.requests for p in parted}[""] == unnamed
 
 
 def test_times_between_uses_are_a_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from pagedjax.engine.request import RequestOutput, Sequence
 from pagedjax.engine.step import StepPlan
 from pagedjax.sim.metrics import RequestRecord
 from pagedjax.sim.requests import PlayRequest
-from pagedjax.sim.simulator import Simulation, VirtualClock, hash_plan
+from pagedjax.sim.runner import VirtualClock
+from pagedjax.sim.simulator import Simulation, hash_plan
 from pagedjax.sim.trace import Trace, TraceRequest
 
 

@@ -1,8 +1,8 @@
 """The engine with another runner: a trace played on a virtual clock.
 
-Scheduler, engine, manager and beam search are the real ones. `SimRunner` answers each plan with the trace's
-own output tokens, or with drawn or recorded candidates for beams, and advances the clock by what the cost model says;
-nothing else differs from decoding.
+Scheduler, engine, manager and beam search are the real ones. `SimRunner` (`sim.runner`) answers each plan with the
+trace's own output tokens, or with drawn or recorded candidates for beams, and advances the clock by what the cost model
+says; nothing else differs from decoding.
 """
 
 from __future__ import annotations
@@ -18,89 +18,18 @@ import numpy as np
 
 from pagedjax.cache.hashing import TokenChain
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import Engine, StepResult
+from pagedjax.engine import Engine
 from pagedjax.engine.quiet import book_quiet_steps, num_quiet_steps
 from pagedjax.engine.request import Request, RequestOutput, SamplingParams, Sequence
 from pagedjax.engine.step import StepPlan
 from pagedjax.sim.beams import Beams, CandidateSource, RecordedBeams
 from pagedjax.sim.cost import CostModel
 from pagedjax.sim.metrics import RequestRecord, Summary, summarize
+from pagedjax.sim.runner import SimRunner, VirtualClock
+from pagedjax.sim.tokens import Prompts, own_token
 from pagedjax.sim.trace import Trace, TraceRequest
 
-# Tokens that stand for content a trace does not identify: i32, out of the way of ids and vocabularies.
-_OWN_NUMBER = 1 << 28
-_OWN_PROMPT = 1 << 29
-_OWN_ANSWER = 1 << 30
-_PARTS, _PART_BITS = 3, 22  # of an id of 64 bits, spelled in tokens between _OWN_NUMBER and _OWN_PROMPT
-_PART_MASK = np.uint64((1 << _PART_BITS) - 1)
 _MOST_SKIPPED = 4096
-
-
-def own_token(number: int) -> int:
-    """The token that answers consist of where a trace does not give their ids."""
-    return _OWN_ANSWER + number
-
-
-class VirtualClock:
-    """Seconds that pass only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class SimRunner:
-    """Stands in for the device: knows what will be answered and how long it takes.
-
-    Args:
-        pool_blocks / block_size: As the manager counts them.
-        step_s: Seconds a plan takes.
-        clock: Advanced by it.
-        answers: (request id, sample, position in the answer) → token.
-        candidates: Candidates that beams choose from; None where there are no beams.
-        block_bytes: Bytes of a block; only preemption = auto weighs them.
-        copy_s: Seconds of a plan's transfers between device and host, a part of `step_s`.
-    """
-
-    def __init__(
-        self,
-        pool_blocks: tuple[int, ...],
-        block_size: int,
-        step_s: Callable[[StepPlan], float],
-        clock: VirtualClock,
-        answers: Callable[[str, int, int], int],
-        candidates: CandidateSource | None = None,
-        block_bytes: tuple[int, ...] = (),
-        copy_s: Callable[[StepPlan], float] = lambda plan: 0.0,
-    ) -> None:
-        self.pool_blocks = pool_blocks
-        self.block_size = block_size
-        self.vocab_size: int | None = None
-        self.weights_version = 0
-        self._step_s = step_s
-        self._clock = clock
-        self._answers = answers
-        self._candidates = candidates
-        self.block_bytes = block_bytes
-        self._copy_s = copy_s
-
-    def recover(self) -> bool:
-        """Holds no contents that could be lost."""
-        return False
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Advance the clock and answer."""
-        elapsed = self._step_s(plan)
-        self._clock.now += elapsed
-        answers = self._answers
-        samples = [seq for row in plan.rows for seq in row.samples]
-        tokens = [answers(s.request.request_id, s.index, s.num_output_tokens) for s in samples]
-        if self._candidates is None:
-            return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan))
-        ids, logprobs = self._candidates.rows(samples)
-        return StepResult(tokens, [], elapsed, copy_s=self._copy_s(plan), top_ids=ids, top_logprobs=logprobs)
 
 
 _UNDER_WAY = RequestOutput("", (), (), False, 0, "", 0, 0, 0)
@@ -111,53 +40,6 @@ class _Quiet(Engine):
 
     def _output(self, request: Request) -> RequestOutput:
         return _UNDER_WAY if request.live else super()._output(request)
-
-
-class Prompts:
-    """Token ids for a trace's prompts, made so that they are equal exactly where the identities are.
-
-    A granule's tokens are its id, repeated. Large ids and those below 0 are spelled in three parts, over and over,
-    where at least so many tokens are compared together; else they are numbered, in a table that grows with them. What
-    has no identity gets a token of its own.
-
-    Args:
-        trace: Whose requests follow.
-        together: Tokens that are compared as one: the block size, or 1 where parts of blocks are used again.
-    """
-
-    def __init__(self, trace: Trace, together: int = 1) -> None:
-        self._granularity = trace.granularity
-        self._spelled = min(together, trace.granularity) >= _PARTS
-        self._dense: dict[int, int] = {}
-
-    def tokens(self, number: int, request: TraceRequest) -> np.ndarray:
-        """i32[num_input] of request `number`."""
-        if request.token_ids is not None:
-            return request.token_ids
-        own = np.full(request.num_input, _OWN_PROMPT + number, dtype=np.int32)
-        if request.granule_ids is not None:
-            spread = self._spread(request.granule_ids)[: request.num_input]
-            own[: len(spread)] = spread
-        return own
-
-    def _spread(self, ids: np.ndarray) -> np.ndarray:
-        """i32[granules * granularity] of granule ids."""
-        near = (ids >= 0) & (ids < _OWN_NUMBER)
-        if self._spelled and not near.all():
-            place = np.arange(self._granularity, dtype=np.uint64) % np.uint64(_PARTS)
-            parts = ids.view(np.uint64)[:, None] >> (place * np.uint64(_PART_BITS))
-            words = (
-                _OWN_NUMBER + (place.astype(np.int64) << _PART_BITS) + (parts & _PART_MASK).astype(np.int64)
-            )
-            return np.where(near[:, None], ids[:, None], words).astype(np.int32).reshape(-1)
-        dense = self._dense
-        named = ids.tolist()
-        if not near.all():
-            named = [
-                i if k else dense.setdefault(i, _OWN_NUMBER + len(dense))
-                for i, k in zip(named, near.tolist())
-            ]
-        return np.repeat(np.array(named, dtype=np.int32), self._granularity)
 
 
 @dataclass

@@ -297,7 +297,7 @@ def _nothing() -> Any:
 @pytest.mark.parametrize("together", [1, 2, 3, 4])
 def test_large_and_small_block_ids_stay_apart(together: int) -> None:
     """Ids go into tokens as they are up to 2^28, beyond through a table, or spelled where a block holds a whole id."""
-    from pagedjax.sim.simulator import Prompts
+    from pagedjax.sim.tokens import Prompts
     from pagedjax.sim.trace import Trace, TraceRequest
 
     ids = [

@@ -31,7 +31,8 @@ from pagedjax.sim.programs import (
     shape_numbers,
 )
 from pagedjax.sim.requests import PlayRequests
-from pagedjax.sim.simulator import SimRunner, VirtualClock, hash_plan, simulate
+from pagedjax.sim.runner import SimRunner, VirtualClock
+from pagedjax.sim.simulator import hash_plan, simulate
 from pagedjax.sim.trace import Trace, TraceRequest
 
 LIMITS = SchedulerConfig(max_num_seqs=4, token_budget=16)

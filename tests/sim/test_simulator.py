@@ -21,8 +21,10 @@ from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.requests import PlayRequests
-from pagedjax.sim.simulator import Beams, Prompts, VirtualClock, hash_plan, simulate
+from pagedjax.sim.runner import VirtualClock
+from pagedjax.sim.simulator import Beams, hash_plan, simulate
 from pagedjax.sim.synth import agents, chat, target_sharing
+from pagedjax.sim.tokens import Prompts
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,7 +27,7 @@ from pagedjax.sim.fleet.settings import (
 )
 from pagedjax.sim.metrics import RequestRecord
 from pagedjax.sim.routing import Choice, Knowledge, Prompt, Router, Sent, View
-from pagedjax.sim.simulator import Prompts, own_token
+from pagedjax.sim.tokens import Prompts, own_token
 from pagedjax.sim.trace import Trace, TraceRequest
 
 # What comes first at equal times: what steps have brought, then changes of the fleet, then reports.

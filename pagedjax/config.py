@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from pagedjax.cache.rules import check_block_size, require
 
@@ -285,11 +285,14 @@ class Config:
             >>> Config().replace({"block_size": 32, "cache.memory_bytes": "2GiB"}).cache.memory_bytes
             2147483648
         """
+        return self._changed(overrides, typed=True)
+
+    def _changed(self, overrides: Mapping[str, Any], *, typed: bool) -> Config:
         sections = self.to_dict()
         for key, value in overrides.items():
             section, name = _resolve(key)
             kind = _fields(section)[name]
-            sections[section][name] = parse_value(f"{section}.{name}", value, kind)
+            sections[section][name] = parse_value(f"{section}.{name}", value, kind, typed=typed)
         return Config(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
 
 
@@ -330,11 +333,9 @@ def _with_file(config: Config, path: Path) -> Config:
         found = "is not a file" if path.exists() else "no such file"
         raise ValueError(f"config {path}: {found}; give a .toml file, for example one of configs/serve/")
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"config {path}: is not valid TOML ({error}); see configs/serve/ for examples"
-        ) from None
+        tables = read_toml(path, "see configs/serve/ for examples")
+    except ValueError as error:
+        raise ValueError(f"config {error}") from None
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, dict):
@@ -342,9 +343,30 @@ def _with_file(config: Config, path: Path) -> Config:
         else:
             flat[key] = value
     try:
-        return config.replace(flat)
+        return config._changed(flat, typed=False)
     except ValueError as error:
         raise ValueError(f"config {path}: {error}") from None
+
+
+class _Readable(Protocol):
+    def read_text(self, encoding: str) -> str: ...
+
+
+def read_toml(path: _Readable, remedy: str) -> dict[str, Any]:
+    """The tables of a TOML file, with or without the mark that Windows puts before UTF-8.
+
+    Args:
+        path: File, or what is behind a URL.
+        remedy: What to do where it is none.
+
+    Raises:
+        ValueError: Not TOML.
+        OSError: The file cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not valid TOML ({error}); {remedy}") from None
 
 
 def _fields(section: str) -> dict[str, Any]:
@@ -380,13 +402,14 @@ def _resolve(key: str) -> tuple[str, str]:
     raise ValueError(f"{key}: is not a setting; {remedy}")
 
 
-def parse_value(key: str, value: Any, kind: Any) -> Any:
+def parse_value(key: str, value: Any, kind: Any, *, typed: bool = True) -> Any:
     """A value of the field's kind, from a string as typed or a value as TOML and Python give it.
 
     Args:
         key: For messages; a whole number whose key ends in "_bytes" may have a unit.
         value: "32", "1GiB", "off", or the value itself.
         kind: str, bool, int or float; of bool and int also "or None", which is "auto".
+        typed: False for a value of a file, where only a number with a unit, and "auto", stand in quotes.
 
     Raises:
         ValueError: It is of another kind.
@@ -395,6 +418,15 @@ def parse_value(key: str, value: Any, kind: Any) -> Any:
         if isinstance(value, str):
             return value
         raise ValueError(f"{key}={value!r}: must be a string; put it in quotes")
+    if not typed and isinstance(value, str) and value != "auto" and not key.endswith("_bytes"):
+        name = (
+            "a number"
+            if kind is float
+            else "true or false"
+            if kind in (bool, bool | None)
+            else "a whole number"
+        )
+        raise ValueError(f"{key}={value}: must be {name}; take it out of the quotes")
     if kind == (bool | None) and value in (None, "auto"):
         return None
     if kind in (bool, bool | None):

@@ -1,10 +1,15 @@
-"""Where things are: what is kept between runs, files that come with the package, files behind URLs."""
+"""Where things are, and how files are replaced: kept between runs, with the package, behind URLs, written by a run."""
 
 from __future__ import annotations
 
 import errno
+import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 import platformdirs
@@ -220,3 +225,152 @@ def place(text: str | Path | UrlPath) -> AnyPath:
     if scheme == "file":
         return Path(unquote(rest))
     return UrlPath(text)
+
+
+_STREAMS = (
+    "/dev/stdout",
+    "/dev/stderr",
+    "/dev/fd",
+    "/proc",
+)  # what is open already, if it leads to a file, too
+
+
+def part_of(path: Path) -> tuple[Path, Path]:
+    """Where a file's content goes, and where it is written until it may go there: beside it, or, of a device, there."""
+    if (path.exists() and not path.is_file()) or any(map(path.absolute().is_relative_to, _STREAMS)):
+        return path, path
+    target = path.resolve()
+    return target, target.with_name(f".part-{target.name}")  # the suffix chooses the compression
+
+
+@contextmanager
+def told_of(path: AnyPath, *others: Path) -> Iterator[None]:
+    """Errors of writing name the file: a full disk does not by itself, and of a file in the making nobody knows."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename in (None, *map(str, others)):
+            error.filename = str(path)
+        raise
+
+
+class Output:
+    """A text file that grows while something runs, gzip where its name ends in .gz.
+
+    What stood at its path goes when the first line comes, or when it is closed; until then it is written beside it.
+    A run that is refused before anything happens (leaves the `with` block by an exception) costs nothing.
+
+    Args:
+        path: File to write. Its folder must exist.
+
+    Raises:
+        OSError: It cannot be written, here and in every call; the error names the path.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self.path = path
+        self.placed = False  # it stands at its path
+        self.closed = False
+        self._target: Path | None = None
+        self._part: Path | None = None
+        self._raw: IO[bytes] | None = None
+        self._text: IO[str] | None = None
+        self._ahead: list[str] = []  # behind a URL nothing may be opened before it is to stand there
+        if isinstance(path, Path):
+            self._target, self._part = part_of(path)
+            self._open(self._part)
+            self.placed = self._part == self._target
+
+    def _open(self, path: AnyPath) -> None:
+        with told_of(self.path, *self._parts()):
+            if path.suffix == ".gz":  # fast rather than small: written while runs go
+                self._raw = path.open("wb")
+                packed = gzip.GzipFile("", "wb", compresslevel=1, fileobj=self._raw)
+                self._text = TextIOWrapper(packed, encoding="utf-8")
+            else:
+                self._text = path.open("w", encoding="utf-8")
+
+    def _parts(self) -> tuple[Path, ...]:
+        return () if self._part is None else (self._part,)
+
+    def _place(self) -> None:
+        if self._part is not None and self._target is not None:
+            with told_of(self.path, *self._parts()):
+                os.replace(self._part, self._target)
+        else:
+            self._open(self.path)
+            self._put("".join(self._ahead))
+        self.placed = True
+
+    def _put(self, text: str) -> None:
+        assert self._text is not None
+        with told_of(self.path):
+            self._text.write(text)
+
+    def head(self, text: str) -> None:
+        """Write what comes before anything has happened."""
+        if self._text is None:
+            self._ahead.append(text)
+        else:
+            self._put(text)
+
+    def write(self, text: str) -> None:
+        """Write what has happened."""
+        if not self.placed:
+            self._place()
+        self._put(text)
+
+    def close(self) -> None:
+        """The file is whole."""
+        if self.closed:
+            return
+        if self._text is None:
+            self._place()
+        try:
+            self._end()
+            if not self.placed:
+                self._place()
+        finally:
+            self._forget()
+
+    def refuse(self) -> None:
+        """Close it; where nothing has happened, what stood there stays."""
+        if self.placed:
+            self.close()
+            return
+        with suppress(OSError):  # of a file that goes
+            self._end()
+        self._forget()
+
+    def _end(self) -> None:
+        self.closed = True
+        with told_of(self.path):
+            try:
+                if self._text is not None:
+                    self._text.close()
+            finally:
+                if self._raw is not None:
+                    self._raw.close()
+
+    def _forget(self) -> None:
+        if not self.placed and self._part is not None:
+            self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.refuse()
+
+
+def replace_text(path: AnyPath, text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; the error names the path, and what stood there stays.
+    """
+    with Output(path) as file:
+        file.head(text)

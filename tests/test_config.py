@@ -99,6 +99,10 @@ def test_bad_settings_name_what_rule_and_remedy(setting, parts):
         ("[cache]\nindex = 3\n", "cache.index=3: must be a string"),
         ("[cache]\nprefix_caching = 1\n", "cache.prefix_caching=1: must be true or false"),
         ("[cahce]\nblock_size = 16\n", "did you mean cache.block_size?"),
+        (
+            '[cache]\nblock_size = "16"\n',
+            "cache.block_size=16: must be a whole number; take it out of the quotes",
+        ),
         ("[cache\n", "is not valid TOML"),
     ],
 )

@@ -1,5 +1,7 @@
-"""Where things are: the cache folder where the system puts caches; files behind URLs as those of this machine."""
+"""Where things are: the cache folder where the system puts caches; files behind URLs as those here; files replaced."""
 
+import errno
+import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 
 from pagedjax.cli import main
 from pagedjax.lab import ResultFile
-from pagedjax.paths import UrlPath, place, user_cache_dir
+from pagedjax.paths import Output, UrlPath, place, replace_text, user_cache_dir
 
 
 def test_the_cache_folder_follows_the_users_setting(monkeypatch, tmp_path):
@@ -126,3 +128,42 @@ def test_results_and_traces_behind_urls(memory, tmp_path, capsys):
     assert "memory://box/none.jsonl: no such file" in capsys.readouterr().err
     assert main(["sweep", trace, "--out", "http://127.0.0.1:1/results"]) == 2
     assert "http does not replace a file whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "memory://box/out.jsonl"])
+def test_an_output_takes_the_place_of_an_older_file_when_something_happens(memory, tmp_path, name):
+    path = place(name) if "://" in name else tmp_path / name
+
+    def told():
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+
+    path.write_bytes(b"older")
+    with pytest.raises(KeyError), Output(path) as file:
+        file.head("run\n")
+        assert told() == "older"
+        raise KeyError
+    assert told() == "older"
+    with Output(path) as file:
+        file.head("run\n")
+    assert told() == "run\n", "a run in which nothing happened was not refused"
+    with pytest.raises(KeyError), Output(path) as file:
+        file.head("run\n")
+        file.write("step\n")
+        assert isinstance(path, UrlPath) or told() != "run\n", "written while the run goes"
+        raise KeyError
+    assert told() == "run\nstep\n"
+    replace_text(path, "whole")
+    assert told() == "whole"
+    assert [file.name for file in tmp_path.iterdir()] == ([] if "://" in name else [name]), "parts are left"
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        Output(tmp_path / "gone" / "out")
+    assert caught.value.filename == str(tmp_path / "gone" / "out")
+    link = tmp_path / "link"
+    link.symlink_to("/dev/full")  # a disk that is full
+    with pytest.raises(OSError) as caught:
+        replace_text(link, "x")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(link))

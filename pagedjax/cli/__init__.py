@@ -144,7 +144,9 @@ def script() -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # Names of files and what stands in them shall not turn the line around, nor command the terminal.
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    print(f"error: {shown}", file=sys.stderr)
     return 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import emit_json, keep_apart
+from pagedjax.cli.options import emit_json, keep_apart, shell
 from pagedjax.cli.trace import note_of
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
@@ -113,7 +112,7 @@ def command(
         emit_json(_document(trace, advice, checkup, open_file, costs))
         return
     unit = open_file.unit_of(trace)
-    read = shlex.join([str(file), *open_file.typed()])
+    read = shell([str(file), *open_file.typed()])
     _show_sizes(read, advice, unit, insert)
     _show_costs(advice, costs)
     _show_pools(read, advice, insert)

@@ -112,13 +112,14 @@ def command(ctx: click.Context, common: Common, explain: bool, report: Path) -> 
 
 
 def _write_report(record: Path, out: Path) -> None:
+    from pagedjax.paths import replace_text
     from pagedjax.report.facts import run_facts
     from pagedjax.report.page import page
 
     run = run_facts(record) | {"name": "pagedjax demo"}
     run["about"]["command"] = "pagedjax demo"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page([run], [], title="What the demo did"), encoding="utf-8")
+    replace_text(out, page([run], [], title="What the demo did"))
 
 
 @dataclass

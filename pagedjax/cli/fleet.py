@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, emit_json, keep_apart
+from pagedjax.cli.options import PathOrUrl, emit_json, keep_apart, shell
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, Output
 
 if TYPE_CHECKING:
     from pagedjax.report.fleet import FleetRecorder
@@ -102,7 +101,7 @@ def command(
 def _recorder(path: Path, trace: Trace) -> FleetRecorder:
     from pagedjax.report.fleet import FleetRecorder
 
-    return FleetRecorder(path, {"trace": trace.digest(), "command": shlex.join(["pagedjax", *sys.argv[1:]])})
+    return FleetRecorder(path, {"trace": trace.digest(), "command": shell(["pagedjax", *sys.argv[1:]])})
 
 
 def _plain(value: Any) -> Any:
@@ -113,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write(path: AnyPath, result: FleetResult) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with Output(path) as file:
         for record in result.records:
             row = {
                 "number": record.number,

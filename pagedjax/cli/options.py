@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -97,8 +99,26 @@ class Common:
 
 
 def emit_json(document: Any) -> None:
-    """Print a JSON document on stdout; a number that is none, or infinite, is null: JSON has neither."""
-    print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+    """Print a JSON document on stdout, as `json_text` gives it."""
+    print(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """A document as JSON; a number that is none, or infinite, is null: JSON has neither."""
+    return json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def shell(words: Iterable[str]) -> str:
+    """A command as it can be typed and shown: what a terminal would obey or hide in a word is spelled in bytes."""
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_spelled, word))}'" for word in words
+    )
+
+
+def _spelled(character: str) -> str:
+    if character.isprintable():
+        return f"\\{character}" if character in "\\'" else character
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
 
 
 def _finite(value: Any) -> Any:

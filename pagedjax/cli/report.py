@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, keep_apart
+from pagedjax.cli.options import PathOrUrl, keep_apart, shell
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, replace_text
 
 if TYPE_CHECKING:
     from pagedjax.sim.trace import Trace
@@ -78,7 +77,7 @@ def command(
         trace = open_file(path)
         curves.append(_curve(trace, path, policies, block_size, quiet))
         checkups.append(_checkup(trace, path, open_file, text, quiet))
-    out.write_text(page(shown, curves, checkups=checkups, title=title), encoding="utf-8")
+    replace_text(out, page(shown, curves, checkups=checkups, title=title))
     print(out)
 
 
@@ -91,7 +90,7 @@ def _curve(
         trace,
         block_size=block_size or 0,
         policies=policies or None,
-        command=f"pagedjax curve {shlex.quote(path.name)}",
+        command=shell(["pagedjax", "curve", path.name]),
         progress=lambda label: requests_bar(label, quiet),
     )
     if facts["left_out"] and not quiet:
@@ -109,6 +108,6 @@ def _checkup(trace: Trace, path: AnyPath, open_file: Opener, text: bool, quiet: 
         trace,
         unit=open_file.unit_of(trace),
         decode=open_file.texts.decode if text else None,
-        command=f"pagedjax advise {shlex.quote(path.name)}",
+        command=shell(["pagedjax", "advise", path.name]),
         progress=lambda label: requests_bar(label, quiet),
     )

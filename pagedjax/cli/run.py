@@ -209,8 +209,8 @@ def _play(
             keep=keep,
             on_record=book,
         )
-    if not tally.requests:
-        raise click.UsageError(f"{trace.name}: no request ended before --until {serving.until}; raise it")
+        if not tally.requests:  # refused: older files stay
+            raise click.UsageError(f"{trace.name}: no request ended before --until {serving.until}; raise it")
     manager = llm.manager
     out = document(trace, f"{llm.model_name} here", serving, tally, played.result, manager)
     shares = {name: getattr(played, name) for name in ("wall_s", "idle_s", "compile_s", "between_s")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pagedjax.cli.options import Common, PathOrUrl, emit_json, keep_apart
+from pagedjax.cli.options import Common, PathOrUrl, emit_json, json_text, keep_apart, shell
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, Output, replace_text
 
 if TYPE_CHECKING:
     from pagedjax.sim.metrics import RequestRecord, Tally
@@ -167,12 +166,15 @@ def refuse_idle(
 
 @contextmanager
 def lines(path: AnyPath | None) -> Iterator[Callable[[RequestRecord], None]]:
-    """A function that writes one record as a JSON line; nothing where there is no file."""
+    """A function that writes one record as a JSON line; nothing where there is no file.
+
+    An older file goes with the first record, or when the block ends without an exception.
+    """
     if path is None:
         yield lambda record: None
         return
-    with path.open("w", encoding="utf-8") as file:
-        yield lambda record: print(json.dumps(asdict(record)), file=file)
+    with Output(path) as file:
+        yield lambda record: file.write(json.dumps(asdict(record)) + "\n")
 
 
 def document(
@@ -253,8 +255,7 @@ def publish(
 ) -> None:
     """Print what was found, for people or as JSON, and write it down where that was asked for."""
     if serving.out is not None:
-        text = json.dumps(found, indent=2, ensure_ascii=False)
-        serving.out.write_text(text + "\n", encoding="utf-8")
+        replace_text(serving.out, json_text(found) + "\n")
     if as_json:
         emit_json(found)
     else:
@@ -265,7 +266,7 @@ def about(common: Common, kind: str, trace: Trace) -> dict[str, Any]:
     """The first frame of a record."""
     return {
         "kind": kind,
-        "command": shlex.join(["pagedjax", *sys.argv[1:]]),
+        "command": shell(["pagedjax", *sys.argv[1:]]),
         "trace": trace.digest(),
         "settings": common.config.to_dict(),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -170,10 +172,18 @@ def _run(
     bar = requests_bar("simulate", common.quiet)
     shown = replace(trace, source=lambda: bar(trace.source()))
 
-    def observe(engine: Any) -> Any:
+    @contextmanager
+    def observe(engine: Any) -> Iterator[None]:
         from pagedjax.report.record import Recorder
 
-        return Recorder(str(serving.record_file), engine, about(common, "simulated", trace))
+        path = serving.record_file
+        with nullcontext() if path is None else Recorder(path, engine, about(common, "simulated", trace)):
+            yield
+            if not tally.requests:  # refused: older files stay
+                raise click.UsageError(
+                    f"{trace.name}: no request ended: none could run, or none by --until; raise --until, "
+                    "--max-model-len or the pool"
+                )
 
     with lines(serving.records) as write:
 
@@ -181,14 +191,7 @@ def _run(
             tally.add(record)
             write(record)
 
-        result, manager = _simulate(
-            shown, spec, serving, options, on_record=keep, observe=observe if serving.record_file else None
-        )
-    if not tally.requests:
-        raise click.UsageError(
-            f"{trace.name}: no request ended ({result.refused:,} could never run); raise --until, --max-model-len "
-            "or the pool"
-        )
+        result, manager = _simulate(shown, spec, serving, options, on_record=keep, observe=observe)
     cost: Any = spec.cost
     out = document(trace, cost.hardware.name, serving, tally, result, manager)
     out["cost"] = cost.basis(spec.scheduler)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 
 from pagedjax.cli.options import PathOrUrl, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, trace_options
+from pagedjax.config import read_toml
 from pagedjax.paths import AnyPath, place
 
 _TABLES = ("sweep", "grid", "set", "promise")
@@ -222,10 +222,7 @@ def _tables(plan: AnyPath | None) -> dict[str, dict[str, Any]]:
     """The tables of a sweep file, [promise] put under [set]; nested keys joined by dots."""
     tables: dict[str, dict[str, Any]] = {name: {} for name in _TABLES}
     if plan is not None:
-        try:
-            found = tomllib.loads(plan.read_text(encoding="utf-8-sig"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{plan}: is not valid TOML ({error})") from None
+        found = read_toml(plan, "docs/experiments.md shows one")
         for name, table in found.items():
             if name not in _TABLES or not isinstance(table, dict):
                 raise ValueError(f"{plan}: {name}: must be one of the tables {', '.join(_TABLES)}")

@@ -24,7 +24,7 @@ from pagedjax.cli.trace_options import (
     requests_bar,
     trace_options,
 )
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, part_of, told_of
 
 if TYPE_CHECKING:
     from pagedjax.sim.references import References
@@ -50,21 +50,15 @@ def write_whole(path: AnyPath, write: Callable[[Path], int], told: Any = None) -
             path.upload(made)
         print(f"{count:,} requests in {path}", file=told)
         return
-    device = path.exists() and not path.is_file()  # /dev/stdout, a pipe
-    target = path if device else path.resolve()
-    part = (
-        target if device else target.with_name(f".part-{target.name}")
-    )  # the suffix chooses the compression
+    target, part = part_of(path)
+    device = part == target  # /dev/stdout, a pipe
     try:
-        count = write(part)
-        if not count:  # no reader would take the file
-            raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
-        if not device:
-            os.replace(part, target)
-    except OSError as error:
-        if error.filename in (None, str(part)):  # None: a write; a reader's error carries its file
-            error.filename = str(path)
-        raise
+        with told_of(path, part):  # a reader's error carries its file
+            count = write(part)
+            if not count:  # no reader would take the file
+                raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
+            if not device:
+                os.replace(part, target)
     finally:
         if not device:
             part.unlink(missing_ok=True)

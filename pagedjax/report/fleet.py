@@ -23,7 +23,8 @@ class FleetRecorder:
     """Writes a fleet's run down; give it to `run_fleet` as its `observer`. See `pagedjax.report.record` for the frames.
 
     Args:
-        path: File to write; an older one is replaced. Its folder must exist.
+        path: File to write; an older one is replaced when the first request is routed, or the run is over. Its
+            folder must exist.
         about: Goes into the first frame: trace, command, settings.
 
     Raises:
@@ -40,7 +41,7 @@ class FleetRecorder:
         manager = engine.manager
         frame = {"name": spec.name, "role": spec.role, "node": node, "t": now}
         pools = {"block_size": manager.block_size, "pool_blocks": list(manager.pool_blocks)}
-        self._file.frame("join", {"i": number, **frame, **pools})
+        self._file.head("join", {"i": number, **frame, **pools})
         self._recorders[number] = Recorder(self._file, engine, {}, instance=number)
 
     def gone(self, number: int, why: str, now: float) -> None:
@@ -90,7 +91,9 @@ class FleetRecorder:
     def __enter__(self) -> FleetRecorder:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._file.refuse()
         self.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pagedjax.cache import KVGroup, PagedManager, TokenChain
@@ -24,15 +25,28 @@ def hit_tokens(prompt: int, prefix: int, block_size: int, **options: Any) -> int
     """
     if not 0 <= prefix <= prompt or prompt < 1:
         raise ValueError(f"prompt={prompt}, prefix={prefix}: must satisfy 0 <= prefix <= prompt, prompt >= 1")
-    blocks = 2 * (prompt // block_size + 2) + 1
+    (hit,) = _hits([prompt], prefix, block_size, options)
+    return hit
+
+
+def _hits(prompts: Iterable[int], prefix: int, block_size: int, options: dict[str, Any]) -> list[int]:
+    """Hits of prompts of growing lengths, each when one longer by a token that parts from it there was served."""
+    lengths = list(prompts)
+    blocks = 2 * (max(lengths) // block_size + 2) + 1
     manager = PagedManager(num_blocks=blocks, block_size=block_size, **options)
-    earlier = TokenChain([*range(prefix), *range(10**6, 10**6 + prompt - prefix + 1)], block_size=block_size)
-    manager.begin(0, earlier)
-    if not manager.reserve(0, len(earlier)):
-        raise RuntimeError("the pool was sized to hold both prompts")
-    manager.commit(0, len(earlier), 0.0)
-    manager.release(0)
-    return manager.begin(1, TokenChain(range(prompt), block_size=block_size)).num_tokens
+    earlier = TokenChain(range(prefix), block_size=block_size)
+    hits: list[int] = []
+    for length in lengths:
+        served = len(earlier) if hits else 0
+        earlier.extend(range(10**6 + len(earlier) - prefix, 10**6 + length + 1 - prefix))
+        if not hits:
+            manager.begin(0, earlier)
+        if not manager.reserve(0, len(earlier) - served):
+            raise RuntimeError("the pool was sized to hold both prompts")
+        manager.commit(0, len(earlier), 0.0)
+        # A lookup takes nothing, so the one served before it can go on growing.
+        hits.append(manager.begin(1, TokenChain(range(length), block_size=block_size)).num_tokens)
+    return hits
 
 
 def explorer(most: int = MOST_PROMPT) -> dict[str, Any]:
@@ -40,15 +54,15 @@ def explorer(most: int = MOST_PROMPT) -> dict[str, Any]:
 
     Row n (from 1) holds prefixes 0 to n, so that (n, p) is entry n (n + 1) / 2 - 1 + p.
     """
-    tables = {
-        mode: {
-            str(size): [
-                hit_tokens(prompt, prefix, size, **options)
+    tables: dict[str, dict[str, list[int]]] = {mode: {} for mode in MODES}
+    for mode, options in MODES.items():
+        for size in SIZES:
+            columns = [
+                _hits(range(max(prefix, 1), most + 1), prefix, size, options) for prefix in range(most + 1)
+            ]
+            tables[mode][str(size)] = [
+                columns[prefix][prompt - max(prefix, 1)]
                 for prompt in range(1, most + 1)
                 for prefix in range(prompt + 1)
             ]
-            for size in SIZES
-        }
-        for mode, options in MODES.items()
-    }
     return {"most": most, "sizes": list(SIZES), "tables": tables}

@@ -51,7 +51,8 @@ from pagedjax.engine.engine import Engine
 from pagedjax.engine.request import Request, RequestOutput
 from pagedjax.engine.request import Sequence as Seq
 from pagedjax.engine.step import Row, StepPlan, StepResult
-from pagedjax.report.replay import VERSION, Record, RecordError, Replay, open_text, read_record, replay
+from pagedjax.paths import Output
+from pagedjax.report.replay import VERSION, Record, RecordError, Replay, read_record, replay
 
 __all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
@@ -63,7 +64,8 @@ class RecordFile:
     """The file of a record, frame after frame.
 
     Args:
-        path: File to write; an older one is replaced. Its folder must exist.
+        path: File to write; an older one is replaced when the first frame comes that tells what happened. Its folder
+            must exist.
         first: The `run` frame, without its name and version.
 
     Raises:
@@ -72,14 +74,24 @@ class RecordFile:
 
     def __init__(self, path: str | Path, first: Mapping[str, Any]) -> None:
         self.path = Path(path)
-        self._file = open_text(self.path, "w")
-        self.line = self._file.write  # writes a frame that is JSON already, with its end of line
-        self.frame("run", {"version": VERSION, **first})
+        self._file = Output(self.path)
+        self.line: Callable[[str], object] = (
+            self._file.write
+        )  # writes a frame that is JSON already, with its end of line
+        self._tell(self._file.head, "run", {"version": VERSION, **first})
 
     def frame(self, kind: str, values: Mapping[str, Any], tag: str = "") -> None:
         """Write a frame of a kind that is rare."""
+        self._tell(self.line, kind, values, tag)
+
+    def head(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write a frame that tells of nothing that a refused run could not have had."""
+        self._tell(self.line if self._file.placed else self._file.head, kind, values)
+
+    @staticmethod
+    def _tell(write: Callable[[str], object], kind: str, values: Mapping[str, Any], tag: str = "") -> None:
         rest = json.dumps(values, separators=(",", ":"), allow_nan=False)[1:]
-        self.line(f'{{"frame":"{kind}"{tag}{"," if rest != "}" else ""}{rest}\n')
+        write(f'{{"frame":"{kind}"{tag}{"," if rest != "}" else ""}{rest}\n')
 
     @property
     def closed(self) -> bool:
@@ -87,6 +99,12 @@ class RecordFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def refuse(self) -> None:
+        """An exception ends the run: where nothing of it is told, an older file stays, and no more is written."""
+        if not self._file.placed:
+            self._file.refuse()
+            self.line = len  # takes a frame, and leaves it
 
 
 class Recorder:
@@ -97,7 +115,8 @@ class Recorder:
     put together as text, field by field, from lists that become JSON in one call each.
 
     Args:
-        path: File to write; an older one is replaced. Its folder must exist. Or a fleet's file that is being written.
+        path: File to write; an older one is replaced when something happens (a run that is refused before leaves it).
+            Its folder must exist. Or a fleet's file that is being written.
         engine: Whose steps; it must be idle.
         about: Goes into the first frame: kind ("simulated" or "measured"), model, command, trace, settings.
         decode: Token ids → text: prompts are written, too, for readers who may see them; None writes no text.
@@ -413,7 +432,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self._own and not self._held:
+            self._file.refuse()
         self.close()
 
 

@@ -21,11 +21,11 @@ class RecordError(ValueError):
     """A record cannot be read; the message names file, line and rule."""
 
 
-def open_text(path: Path, mode: str) -> IO[str]:
-    """A text file, gzip where its name ends in .gz; fast rather than small, as records are written while runs go."""
+def _open_text(path: Path) -> IO[str]:
+    """A text file, gzip where its name ends in .gz."""
     if path.suffix == ".gz":
-        return gzip.open(path, mode + "t", encoding="utf-8", compresslevel=1)  # type: ignore[return-value]
-    return path.open(mode, encoding="utf-8")
+        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+    return path.open(encoding="utf-8")
 
 
 class Record:
@@ -63,7 +63,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def _frames(path: Path) -> Iterator[Frame]:
-    with open_text(path, "r") as file:
+    with _open_text(path) as file:
         yield from read_frames(file, path)
 
 

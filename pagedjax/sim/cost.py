@@ -17,18 +17,17 @@ for that model under those limits they take the place of the roofs.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from pagedjax.config import SchedulerConfig
+from pagedjax.config import SchedulerConfig, read_toml
 from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.sharding import Cut
-from pagedjax.paths import shipped_file
+from pagedjax.paths import replace_text, shipped_file
 from pagedjax.sim.programs import StepTimes
 
 
@@ -118,12 +117,7 @@ class HardwareSpec:
             ValueError: No such file, or an unknown or a missing field.
         """
         path = shipped_file("hardware", source)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path}: is not valid TOML ({error}); see configs/hardware/ for examples"
-            ) from None
+        values = read_toml(path, "see configs/hardware/ for examples")
         names = {f.name for f in fields(cls)} - {"devices"}
         if unknown := sorted(values.keys() - names):
             raise ValueError(f"{path}: {', '.join(unknown)}: must be among {', '.join(sorted(names))}")
@@ -157,7 +151,7 @@ class HardwareSpec:
                 lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
             for program in programs:
                 lines += ["", "[[steps.program]]", *(f"{k} = {_toml(v)}" for k, v in program.items())]
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        replace_text(Path(path), "\n".join(lines) + "\n")
 
 
 def _toml(value: float | str) -> str:

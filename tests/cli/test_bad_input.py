@@ -115,6 +115,7 @@ def test_a_bad_model_is_named(run, tmp_path, command, files, model, parts):
     [
         (["--file", "latin.txt"], ["latin.txt", "UTF-8"]),
         (["--file", "."], ["is not a file"]),
+        (["--file", "a\x1b[2J\u202e"], ["--file a\\x1b[2J\\u202e: no such file"]),
         (["x", "--stop", ""], ["stop=''", "empty"]),
         (["x", "--temperature", "nan"], ["temperature=nan"]),
         (["x", "--top-k", "-3"], ["top_k=-3"]),

@@ -64,12 +64,13 @@ def test_curve_prints_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_advise_names_the_timestamp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "p.jsonl"
+    path = tmp_path / "p\u202e.jsonl"
     common = "You answer questions about trains. " * 20
     path.write_text("".join(json.dumps({"prompt": f"[12:{i:02d}] {common} Q{i}?"}) + "\n" for i in range(60)))
     assert main(["advise", str(path), "--block-size", "16", "--kv-bytes-per-token", "1000"]) == 0
     text = capsys.readouterr().out
     assert "changing field at 4 bytes, 60 values" in text and "after '[12:'" in text and "KV memory" in text
+    assert "p\\xe2\\x80\\xae.jsonl' --moved moved.jsonl" in text and "\u202e" not in text
 
 
 def test_every_proof_that_advice_names_can_be_run_and_proves_it(

@@ -2,6 +2,10 @@
 
 import ast
 import inspect
+import json
+import math
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ import click
 import pytest
 
 from pagedjax.cli import cli, main
+from pagedjax.cli.options import emit_json, shell
 from pagedjax.config import Config
 
 # What the options of `common_options` end in, by the attribute of `Common` that carries it.
@@ -149,3 +154,30 @@ def test_F101_a_file_that_serves_several_commands_is_taken_and_its_rest_named(
     path.write_text('[model]\nmodel = "/nowhere"\n[cache]\nblock_size = 32\n')
     assert main(["convert", "--config", str(path), str(tmp_path / "new")]) == 2
     assert "c.toml: cache.block_size has no effect here" in capsys.readouterr().err
+
+
+def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    emit_json({"a": math.nan, "b": [1.5, math.inf, (-math.inf, 2)], "c": {"d": True, "e": None, "f": "nan"}})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [1.5, None, [None, 2]],
+        "c": {"d": True, "e": None, "f": "nan"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [
+        ("t.jsonl", "t.jsonl"),
+        ("my log's.csv", "'my log'\"'\"'s.csv'"),
+        ("é.csv", "'é.csv'"),
+        ("a\u202egnp.csv", "$'a\\xe2\\x80\\xaegnp.csv'"),
+        ("a\x1b[2J\n'\\ b", "$'a\\x1b[2J\\x0a\\'\\\\ b'"),
+        ("\udcff", "$'\\xff'"),
+    ],
+)
+def test_a_command_that_is_shown_hides_nothing_and_can_be_typed(word: str, typed: str) -> None:
+    assert shell(["x", word]) == f"x {typed}" and typed.isprintable()
+    if bash := shutil.which("bash"):
+        said = subprocess.run([bash, "-c", f"printf %s {typed}"], capture_output=True, check=True).stdout
+        assert said == word.encode(errors="surrogateescape")

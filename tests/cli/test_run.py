@@ -164,14 +164,22 @@ def test_bad_options_end_in_one_line(
     hardware: Path,
     machine: list[str],
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     arguments: list[str],
     message: str,
 ) -> None:
     capsys.readouterr()
     given = [str(hardware) if a == "HERE" else a for a in arguments]
+    older = [tmp_path / name for name in ("records", "out", "record")]
+    if "--record-text" in given or "--until" in given:  # the second has steps to tell
+        older.pop()
+    for path in older:
+        path.write_text("older")
+        given += [f"--{path.name}", str(path)]
     assert main(["run", str(trace_file), *machine, "--no-warm-up", *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert {path.read_text() for path in older} == {"older"}
 
 
 def test_who_is_refused_is_named(

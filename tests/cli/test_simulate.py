@@ -240,11 +240,17 @@ def test_bad_options_end_in_one_line(
         "WORDS": trace_file.parent / "w.toml",
     }
     arguments = [str(places.get(argument, argument)) for argument in arguments]
+    older = {option: trace_file.parent / f"older{option}" for option in ("--record", "--records", "--out")}
+    if "--find-rate" not in arguments and "--records" not in arguments:
+        for option, path in older.items():
+            path.write_text("older")
+            arguments += [option, str(path)]
     with pytest.warns(UserWarning, match="no block ever fills") if "5" in arguments else _nothing():
         assert main(["simulate", str(trace_file), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert trace_file.read_bytes() == before
+    assert {path.read_text() for path in older.values() if path.exists()} <= {"older"}
 
 
 def test_every_field_of_the_python_simulation_has_its_option() -> None:

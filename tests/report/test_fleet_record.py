@@ -61,6 +61,15 @@ def recorded(request, tmp_path_factory):
     return path, managers, result, run_fleet(trace, specs, **rest)
 
 
+def test_a_fleet_that_is_refused_leaves_the_older_record(tmp_path):
+    path = tmp_path / "fleet.jsonl"
+    path.write_text("older")
+    trace, specs, rest = _fleet(["mixed"] * 2, {}, deaths=False)
+    with pytest.raises(ValueError, match="is there already"), FleetRecorder(path, {}) as observer:
+        run_fleet(trace, [*specs, specs[0]], observer=observer, **rest)
+    assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_record_changes_nothing(recorded):
     _, _, with_record, without = recorded
     assert with_record.records == without.records and with_record.instances == without.instances

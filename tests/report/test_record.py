@@ -166,6 +166,19 @@ def test_one_record_at_a_time_and_only_of_an_idle_engine(tmp_path):
         Recorder(tmp_path / "b", engine, {"kind": "measured"})
 
 
+def test_a_run_that_is_refused_leaves_the_older_record(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("older")
+    engine = _engine()
+    with pytest.raises(ValueError), Recorder(path, engine, {"kind": "measured"}):
+        engine.add([])
+    assert path.read_text() == "older" and engine.observer is None
+    with pytest.raises(ValueError), Recorder(path, engine, {"kind": "measured"}):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=1))
+        engine.add([])
+    assert [frame["frame"] for frame in read_record(path)] == ["run", "add", "close"]
+
+
 def _lines(tmp_path):
     engine = _engine()
     with Recorder(tmp_path / "good", engine, {"kind": "simulated"}):

@@ -71,6 +71,8 @@ def test_a_file_says_all_that_python_says(tmp_path: Path) -> None:
         """
     )
     fleet = read_fleet(path)
+    path.write_text("\ufeff" + path.read_text())
+    assert read_fleet(path) == fleet, "the mark that Windows puts before UTF-8"
     specs, given = fleet.specs(), fleet.arguments()
     assert [(s.name, s.node) for s in specs] == [
         ("a0", "a-node0"),
@@ -141,6 +143,14 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         ),
         ("[[change]]\nat_s = 1\nkind = 'join'\ninstance = { count = 2 }", "one joins at a time"),
         ("[instance]\ncount = 2", "must be a list of tables"),
+        ("[[instance]]\ncount = '2'", "instance.count=2: must be a whole number; take it out of the quotes"),
+        (
+            "[[instance]]\ncache = { block_size = '16' }",
+            "instance.cache.block_size=16: must be a whole number",
+        ),
+        ("[fleet]\ndelay_s = '2'", "fleet.delay_s=2: must be a number; take it out of the quotes"),
+        ("[store]\npooled = 'true'", "store.pooled=true: must be true or false; take it out of the quotes"),
+        ("[[change]]\nat_s = '1'\nkind = 'die'\nname = 'h'", "change.at_s=1: must be a number"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=words) as error:
@@ -189,9 +199,14 @@ def test_the_command_prints_and_writes(trace_file: Path, tmp_path: Path, capsys)
     ],
 )
 def test_bad_commands_end_in_one_line(trace_file: Path, capsys, arguments: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
+    older = [trace_file.parent / name for name in ("record", "records")]
+    for path in older:
+        path.write_text("older")
+        arguments = [*arguments, f"--{path.name}", str(path)]
     assert main(["fleet", str(trace_file), *arguments]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+    assert {path.read_text() for path in older} == {"older"}
 
 
 def test_bench_says_what_a_fleet_costs_beside_its_instances(trace_file: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pagedjax.config import CacheConfig, SchedulerConfig, parse_value
+from pagedjax.config import CacheConfig, SchedulerConfig, parse_value, read_toml
 from pagedjax.engine.managers import make_manager
 from pagedjax.models.family_configs import read_shape
 from pagedjax.paths import shipped_file
@@ -194,21 +193,20 @@ def read_fleet(source: str | Path | None = None, settings: Iterable[str] = ()) -
     if source is not None:
         path = shipped_file("fleets", source)
         where = str(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path}: is not valid TOML ({error}); see configs/fleets/ for examples"
-            ) from None
+        values = read_toml(path, "see configs/fleets/ for examples")
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: must be key=value; try --set fleet.router=mooncake")
-        _set(values, key.strip().split("."), value.strip())
+        _set(values, key.strip().split("."), _Typed(value.strip()))
     try:
         return _from_dict(values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if source is not None else str(error)) from None
+
+
+class _Typed(str):
+    """A value as typed on the command line, where numbers are text; in a file they are not."""
 
 
 def _set(values: dict[str, Any], path: list[str], value: str) -> None:
@@ -245,7 +243,7 @@ def _from_dict(values: Mapping[str, Any]) -> FleetFile:
 
 def _number(value: Any) -> Any:
     """An option as typed on the command line; what it may be is the router's to say."""
-    if isinstance(value, str):
+    if isinstance(value, _Typed):
         for kind in (int, float):
             try:
                 return kind(value)
@@ -266,6 +264,10 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
 
 
+def _parsed(key: str, value: Any, kind: Any) -> Any:
+    return parse_value(key, value, kind, typed=isinstance(value, _Typed))
+
+
 def _typed(kind: type, where: str, values: Any) -> Any:
     """A dataclass from a table, every key known and every value of its kind."""
     require(isinstance(values, dict), f"{where}: must be a table; write [{where}]")
@@ -273,7 +275,7 @@ def _typed(kind: type, where: str, values: Any) -> Any:
     given: dict[str, Any] = {}
     for name, value in values.items():
         require(name in hints, f"{where}.{name}: is not a setting; {_near(name, hints)}")
-        given[name] = parse_value(f"{where}.{name}", value, hints[name])
+        given[name] = _parsed(f"{where}.{name}", value, hints[name])
     return kind(**given)
 
 
@@ -307,5 +309,5 @@ def _change(values: Any) -> tuple[float, str, str, InstanceTable | None]:
         require(name in kinds, f"change.{name}: is not a setting; {_near(name, [*kinds, 'instance'])}")
     for name in ("at_s", "kind"):
         require(name in rest, f"change: must have {name}")
-    typed = {name: parse_value(f"change.{name}", value, kinds[name]) for name, value in rest.items()}
+    typed = {name: _parsed(f"change.{name}", value, kinds[name]) for name, value in rest.items()}
     return typed["at_s"], typed["kind"], typed.get("name", ""), table

@@ -24,7 +24,7 @@ class RecordError(ValueError):
 def _open_text(path: Path) -> IO[str]:
     """A text file, gzip where its name ends in .gz."""
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+        return gzip.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
 
 

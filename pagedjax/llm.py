@@ -444,30 +444,26 @@ class LLM:
         weights' digest.
 
         Args:
-            weights: A dict as `runner.params` is, or a model as the `model.model` setting names it.
+            weights: A dict as `runner.params` is, or a model as the `model.model` setting names it; several hosts
+                each read the model.
 
         Raises:
-            ValueError: Another model; names what differs. Nothing was changed.
+            ValueError: Another model, or a dict on several hosts; names what differs. Nothing was changed.
         """
         from pagedjax.runtime.settings import own_settings
 
         with own_settings():
-            name, params = self.model_name, weights
-            if self._channel is not None:
-                if not isinstance(weights, str | Path):
-                    raise ValueError(
-                        "update_weights: several hosts read them from a model; give its name or path"
-                    )
-                self._channel.tell(("weights", str(weights)))
+            name, params, source = self.model_name, weights, None
             if isinstance(weights, str | Path):
-                loaded = self._load(str(weights))
+                source = str(weights)
+                loaded = self._load(source)
                 if loaded.config != self.model_config:
                     raise ValueError(
                         f"{weights}: is of other shapes or settings than {self.model_name}; build another LLM for it"
                     )
                 name, params = loaded.name, loaded.params
             with self.engine.paused():
-                self.runner.update_weights(params)  # type: ignore[arg-type]
+                self.runner.update_weights(params, source=source)  # type: ignore[arg-type]
                 self.model_name = name
                 self.engine.start_over()
 

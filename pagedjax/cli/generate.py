@@ -133,23 +133,26 @@ def command(
     cache, how many blocks were copied, and why the match stopped. --json puts all of it on stdout.
     """
     hosts = _hosts(address, processes, process)
-    if hosts is not None and hosts.index:
-        common.llm(hosts=hosts).follow()
-        return
     params = SamplingParams(early_stopping=_EARLY[early_stopping], **sampling)
     for name, text in [("--system", system), ("--salt", salt), *(("--stop", s) for s in sampling["stop"])]:
         _check_text(name, text)
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling[name] and not common.as_json:
+            raise click.UsageError(f"--{name.replace('_', '-')}: is printed with --json only; give it, too")
+    if record_text and record is None:
+        raise click.UsageError("--record-text: needs --record FILE")
+    if hosts is not None and (load_cache or save_cache):
+        raise click.UsageError("--load-cache and --save-cache: are one process's; leave them out with --hosts")
+    # Above is what every process of a launcher sees, and ends for; files and stdin are process 0's.
+    if hosts is not None and hosts.index:
+        common.llm(hosts=hosts).follow()
+        return
     jobs = [
         *_typed(prompts, chat, system),
         *(job for file in files for job in _from_file(Path(file), chat, system)),
     ]
     if not jobs:
         raise click.UsageError('no prompt; give one as an argument, --file FILE, or "-" for stdin')
-    for name in ("logprobs", "prompt_logprobs"):
-        if sampling[name] and not common.as_json:
-            raise click.UsageError(f"--{name.replace('_', '-')}: is printed with --json only; give it, too")
-    if record_text and record is None:
-        raise click.UsageError("--record-text: needs --record FILE")
     from pagedjax.cache import ExtraKeys
 
     extra = ExtraKeys(salt=salt)

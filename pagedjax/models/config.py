@@ -382,6 +382,7 @@ def kind_of_file(head: bytes) -> str | None:
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:
+    """Raise ModelError, naming the field, unless its value is a whole number from low to high."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ModelError(
             f"{name}={value!r}: must be a whole number in [{low}, {high}]; check the model's files"

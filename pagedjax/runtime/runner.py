@@ -196,7 +196,7 @@ class JaxRunner:
             yield path, self.place.whole(path, leaf)
 
     @own_settings()
-    def update_weights(self, params: dict[str, Any]) -> None:
+    def update_weights(self, params: dict[str, Any], *, source: str | None = None) -> None:
         """Compute with other weights from the next step on.
 
         What the pools hold was computed with the old ones. The engine above sees that `weights_version` has grown and
@@ -204,14 +204,21 @@ class JaxRunner:
 
         Args:
             params: As given at first: the same names, shapes and dtypes.
+            source: The model that they were read from; the other processes of a run on several hosts read it, too.
 
         Raises:
-            ValueError: Names what differs; nothing was changed.
+            ValueError: Names what differs, or several hosts have no source; nothing was changed, and nobody told.
         """
         ours = self._params
         if not all(self.place.holds(leaf) for leaf in jax.tree.leaves(params)):  # whole ones
             ours = abstract_params(self.model, jax.tree.leaves(ours)[0].dtype)
         check_same_shapes(ours, params)
+        if self._channel is not None:
+            if source is None:
+                raise ValueError(
+                    "update_weights: several hosts read them from a model; give its name or path"
+                )
+            self._channel.tell(("weights", source))
         self._params = jax.tree.map(_in_place_of, self._params, self.place.put(params))
         self.weights_version += 1
 

@@ -198,6 +198,11 @@ def test_hosts_that_cannot_be_are_refused(values, parts):
         (("--hosts", "h", "--process", "1", "--processes", "2"), "must be HOST:PORT"),
         (("--hosts", "auto", "--process", "1"), "leave them out"),
         (("--hosts", "auto"), "no launcher is known here"),
+        (("--hosts", "h:1", "--process", "0", "--processes", "2", "--save-cache", "d"), "are one process's"),
+        # A follower ends, too, for what stands in a launcher's one command line.
+        (("--hosts", "h:1", "--process", "1", "--processes", "2", "--load-cache", "d"), "are one process's"),
+        (("--hosts", "h:1", "--process", "1", "--processes", "2", "--record-text"), "needs --record FILE"),
+        (("--hosts", "h:1", "--process", "1", "--processes", "2", "--top-p", "7"), "top_p"),
     ],
 )
 def test_options_of_hosts_belong_together(capsys, options, message):

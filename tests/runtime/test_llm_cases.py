@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -220,6 +222,31 @@ def test_F024_weights_are_changed_in_one_way_and_nothing_outlives_them(llm, tmp_
     for wrong in ({}, {**others, "embed": others["embed"][:-1]}, {**others, "more": others["embed"]}):
         with pytest.raises(ValueError, match="weights "):
             llm.update_weights(wrong)
+
+
+def test_other_hosts_are_told_of_weights_that_process_0_has_taken(llm, tiny_folder, tmp_path, monkeypatch):
+    told, own = [], llm.config.model.model
+    channel = SimpleNamespace(tell=told.append, counts=dict)
+    for where in (llm, llm.runner):
+        monkeypatch.setattr(where, "_channel", channel)
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    facts = json.loads((other / "pagedjax_model.json").read_text())
+    facts["config"]["norm_eps"] *= 2
+    (other / "pagedjax_model.json").write_text(json.dumps(facts))
+    version = llm.runner.weights_version
+    for refused, message in (
+        (other, "other shapes or settings"),
+        (tmp_path / "none", "none"),
+        (llm.runner.params, "give its name or path"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.update_weights(refused)
+    with pytest.raises(ValueError, match="give its name or path"):  # past the LLM: the others would keep the old ones
+        llm.runner.update_weights(llm.runner.params)
+    assert told == [] and llm.runner.weights_version == version
+    llm.update_weights(own)
+    assert told == [("weights", own)] and llm.runner.weights_version == version + 1
 
 
 def test_F026_times_are_told_apart(llm, begun):

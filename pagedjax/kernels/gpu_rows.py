@@ -6,6 +6,7 @@ prefill entries are up to 64 rows of queries of one sequence, the G heads of a t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, join_parts, split_rows
-from pagedjax.kernels.layout import KVPool, RaggedBatch
+from pagedjax.kernels.layout import KVPool, RaggedBatch, read_rows
 from pagedjax.kernels.xla import State
 
 ROWS = 64  # of queries that a program works
@@ -76,10 +77,16 @@ def attend_rows(
     ragged: RaggedBatch,
     params: xla.Params,
     sinks: jax.Array | None,
-    call: Kernel,
+    entries: Callable[..., State],
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries."""
+    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries.
+
+    Args:
+        entries: A `Kernel` that also takes pool=, rows=, the i32[S, M] pool rows of every table, and params=.
+    """
     K = pool.layout.num_kv_heads
+    rows = read_rows(pool.layout, layer, ragged.block_tables)
+    call = functools.partial(entries, pool=pool, rows=rows, params=params)
     return xla.assemble(
         q,
         pool,

@@ -21,14 +21,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check
-from pagedjax.kernels.layout import (
-    KVLayout,
-    KVPool,
-    RaggedBatch,
-    compute_capability,
-    describe_device,
-    read_rows,
-)
+from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 from pagedjax.kernels.xla import NEG
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 has no `mma`, and refuses below
@@ -70,17 +63,9 @@ def attend(
     """
     chip = _chip(interpret)
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "mma rounds float32")
-    call = functools.partial(
-        _entries,
-        pool=pool,
-        rows=read_rows(pool.layout, layer, ragged.block_tables),
-        chip=chip,
-        interpret=interpret,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    return attend_rows(q, pool, layer, ragged, xla.Params(scale, window, soft_cap), sinks, call)
+    params = xla.Params(scale, window, soft_cap)
+    entries = functools.partial(_entries, chip=chip, interpret=interpret)
+    return attend_rows(q, pool, layer, ragged, params, sinks, entries)
 
 
 def _chip(interpret: Any) -> _GpuChip:
@@ -105,11 +90,9 @@ def _entries(
     causal: bool,
     pool: KVPool,
     rows: jax.Array,
+    params: xla.Params,
     chip: _GpuChip,
     interpret: Any,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel over work entries: arguments and results as of the Hopper kernel's `_entries`."""
     layout = pool.layout
@@ -121,9 +104,11 @@ def _entries(
     # The left operand is loaded whole: what stands behind its last row must be there, and is never written out.
     q = jnp.pad(q.astype(pool.data.dtype), ((0, 0), (0, 0), (0, R - q.shape[2]), (0, 0)))
     table, which, pos, first, stop = entry
-    if window is not None:
-        first = jnp.maximum(first, (pos + 1 - window) // KEYS * KEYS)
-    shape = GpuShape(layout.block_size, K, H, rows.shape[1], R, group, causal, scale, window, soft_cap)
+    if params.window is not None:
+        first = jnp.maximum(first, (pos + 1 - params.window) // KEYS * KEYS)
+    shape = GpuShape(
+        layout.block_size, K, H, rows.shape[1], R, group, causal, params.scale, params.window, params.soft_cap
+    )
     W = table.shape[0]
     state = jax.ShapeDtypeStruct((W, K, ROWS), jnp.float32)
     return plgpu.kernel(

@@ -20,14 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check
-from pagedjax.kernels.layout import (
-    KVLayout,
-    KVPool,
-    RaggedBatch,
-    compute_capability,
-    describe_device,
-    read_rows,
-)
+from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 from pagedjax.kernels.xla import NEG
 
 _STAGES = 2
@@ -59,16 +52,9 @@ def attend(
             f"{describe_device()}: must be a Hopper GPU (9.0); use 'pallas_mma' or 'xla' here"
         )
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "wgmma rounds float32")
-    call = functools.partial(
-        _entries,
-        pool=pool,
-        rows=read_rows(pool.layout, layer, ragged.block_tables),
-        interpret=interpret,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    return attend_rows(q, pool, layer, ragged, xla.Params(scale, window, soft_cap), sinks, call)
+    params = xla.Params(scale, window, soft_cap)
+    entries = functools.partial(_entries, interpret=interpret)
+    return attend_rows(q, pool, layer, ragged, params, sinks, entries)
 
 
 def _entries(
@@ -79,10 +65,8 @@ def _entries(
     causal: bool,
     pool: KVPool,
     rows: jax.Array,
+    params: xla.Params,
     interpret: Any,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel over work entries.
 
@@ -100,11 +84,11 @@ def _entries(
     R = -(-q.shape[2] // SUBLANES) * SUBLANES
     q = jnp.pad(q.astype(pool.data.dtype), ((0, 0), (0, 0), (0, R - q.shape[2]), (0, 0)))
     table, which, pos, first, stop = entry
-    if window is not None:
-        first = jnp.maximum(first, (pos + 1 - window) // KEYS * KEYS)
+    if params.window is not None:
+        first = jnp.maximum(first, (pos + 1 - params.window) // KEYS * KEYS)
     shape = GpuShape(
-        layout.block_size, K, H, rows.shape[1], R, group, causal, scale, window, soft_cap
-    )  # fmt: skip
+        layout.block_size, K, H, rows.shape[1], R, group, causal, params.scale, params.window, params.soft_cap
+    )
     W = table.shape[0]
     f32 = jnp.float32
     state = jax.ShapeDtypeStruct((W, K, ROWS), f32)

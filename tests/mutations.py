@@ -2,6 +2,7 @@
 
 An edit says what it touched. A reader that takes the edited document must not have passed over what was touched: it
 refuses it in one line, or what it read is another thing than before, unless the place is one that changes nothing.
+Beside them what the edited files of several tests have in common: the sizes of a config, a tokenizer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,33 @@ import numpy as np
 
 ODD = [None, True, -1, 0, 1.5, 10**30, "x", "", [], {}, [1], {"a": 1}, float("nan"), "\u2028"]
 Path = tuple[Any, ...]
+# Of a config.json; more is added by who edits it.
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-4,
+    bos_token_id=1,
+)
+
+
+def byte_level_tokenizer(letters: list[str]) -> dict[str, Any]:
+    """A tokenizer.json: three special tokens, letters, and merges of them, with everything a file may have."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    vocab = {t: i for i, t in enumerate(["<pad>", "<s>", "</s>", *letters, "ab", "abc"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c")]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    document: dict[str, Any] = json.loads(tokenizer.to_str())
+    return document
 
 
 def places(value: Any, at: Path = ()) -> list[Path]:

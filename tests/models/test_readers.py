@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mutations import judge
+from mutations import SIZES, byte_level_tokenizer, judge
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import pre_tokenizers
 
 from pagedjax.cli.generate import _from_file
 from pagedjax.models import convert
@@ -29,16 +29,7 @@ from pagedjax.testing import tiny_config
 CASES = [100, pytest.param(2000, marks=pytest.mark.full)]
 MAX_SECONDS, MAX_EXTRA_BYTES = 2.0, 200 << 20
 
-COMMON = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-4,
-    bos_token_id=1,
+COMMON = SIZES | dict(
     eos_token_id=[2, 3],
     pad_token_id=0,
     attention_dropout=0.0,
@@ -241,6 +232,7 @@ def model(tmp_path_factory, hf_tensors):
         mine = {name: tensors[name] for name in names if shards[name] == file}
         stale = {name: tensors[name] + 1 for name in names[:3] if shards[name] != file}
         save_file(mine | stale, folder / file)
+    letters = [c for c in sorted(pre_tokenizers.ByteLevel.alphabet()) if c.isascii()]
     documents = {
         "config.json": dict(
             model_type="llama",
@@ -271,7 +263,7 @@ def model(tmp_path_factory, hf_tensors):
             no_repeat_ngram_size=0,
             transformers_version="4.40",
         ),
-        "tokenizer.json": json.loads(_tokenizer().to_str()),
+        "tokenizer.json": byte_level_tokenizer(letters[:91]),  # 96 ids in all
         "tokenizer_config.json": dict(
             bos_token="<s>",
             eos_token=dict(content="</s>", lstrip=False, rstrip=False, single_word=False, normalized=False),
@@ -302,28 +294,17 @@ def model(tmp_path_factory, hf_tensors):
     return SimpleNamespace(folder=folder, documents=documents, orbax=folder.parent / "orbax")
 
 
-def _tokenizer():
-    """96 ids: three special ones, letters, and merges of them, byte-level, with everything a file may have."""
-    letters = [c for c in sorted(pre_tokenizers.ByteLevel.alphabet()) if c.isascii()][:91]
-    vocab = {t: i for i, t in enumerate(["<pad>", "<s>", "</s>", *letters, "ab", "abc"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c")]))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer
-
-
-def _restored(model, name):
-    """A folder's file, written by the fuzz, put back afterwards."""
-    path = model.folder / name
-    return path, lambda: path.write_text(json.dumps(model.documents[name]))
+def _judged(model, name, read, *, document=None, **rule):
+    """Hold the reader of one of the folder's files to the rule; the file is put back afterwards."""
+    path, own = model.folder / name, model.documents[name]
+    try:
+        return judge(document or own, path.write_bytes, read, errors=ModelError, **rule)
+    finally:
+        path.write_text(json.dumps(own))
 
 
 @pytest.mark.parametrize("cases", CASES)
 def test_tokenizer_json(model, bounds, cases):
-    path, restore = _restored(model, "tokenizer.json")
     document = json.loads(json.dumps(model.documents["tokenizer.json"]))
     keep = ("pad", "s", "a", "b", "c", "ab", "abc", "<pad>", "<s>", "</s>")
     document["model"]["vocab"] = {t: i for t, i in document["model"]["vocab"].items() if t in keep or i > 90}
@@ -337,25 +318,14 @@ def test_tokenizer_json(model, bounds, cases):
         more = kind == "add" and where[:2] == ("model", "vocab")
         return where[0] in ("version", "truncation", "padding") or more or _empty(value)
 
-    try:
-        told = judge(
-            document,
-            path.write_bytes,
-            bounds(read),
-            cases=cases,
-            seed=3,
-            harmless=harmless,
-            errors=ModelError,
-        )
-    finally:
-        restore()
+    told = _judged(
+        model, "tokenizer.json", bounds(read), document=document, cases=cases, seed=3, harmless=harmless
+    )
     assert told["refused"] > cases // 3, told
 
 
 @pytest.mark.parametrize("cases", CASES)
 def test_tokenizer_config_json(model, bounds, cases):
-    path, restore = _restored(model, "tokenizer_config.json")
-
     def read():
         tok = load_tokenizer(model.folder)
         facts = (tok.bos_token_id, tok.eos_sources, tok.chat_template, tok.special, tok.notes)
@@ -367,18 +337,7 @@ def test_tokenizer_config_json(model, bounds, cases):
             where[0] in TOKENIZER_NO_EFFECT or (len(where) > 1 and where[0] == "eos_token") or _empty(value)
         )
 
-    try:
-        told = judge(
-            model.documents[path.name],
-            path.write_bytes,
-            bounds(read),
-            cases=cases,
-            seed=4,
-            harmless=harmless,
-            errors=ModelError,
-        )
-    finally:
-        restore()
+    told = _judged(model, "tokenizer_config.json", bounds(read), cases=cases, seed=4, harmless=harmless)
     assert told["refused"] > cases // 3, told
 
 
@@ -404,8 +363,6 @@ def test_generation_config_json(tmp_path, bounds, model, cases):
 
 @pytest.mark.parametrize("cases", CASES)
 def test_weight_index(model, bounds, cases):
-    path, restore = _restored(model, "model.safetensors.index.json")
-
     def read():
         described = describe_folder(model.folder)
         rows = {n: described.file.rows(n, 0, info.shape[0]) for n, info in described.file.tensors.items()}
@@ -414,18 +371,9 @@ def test_weight_index(model, bounds, cases):
     def harmless(where, value, kind):
         return where[0] == "metadata"
 
-    try:
-        told = judge(
-            model.documents[path.name],
-            path.write_bytes,
-            bounds(read),
-            cases=cases,
-            seed=6,
-            harmless=harmless,
-            errors=ModelError,
-        )
-    finally:
-        restore()
+    told = _judged(
+        model, "model.safetensors.index.json", bounds(read), cases=cases, seed=6, harmless=harmless
+    )
     assert told["refused"] > cases // 3, told
 
 

@@ -4,24 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from mutations import edit
+from mutations import SIZES, byte_level_tokenizer, edit
 
 pytestmark = pytest.mark.parity
 
 CASES = 400  # of each file
-_SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-4,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=True,
-)
+_SIZES = SIZES | dict(eos_token_id=2, tie_word_embeddings=True)
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, mscale=0.7)
 CONFIGS = {
     "llama": _SIZES
@@ -144,21 +132,13 @@ TEXTS = ("abc ab<s>c", "A b</s>", "", "xyz <pad>", " ab  cab")
 
 def test_edited_tokenizers_say_the_same_to_both(torch, tmp_path):
     """Ids of texts, start, end and the prompt that the template makes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     from pagedjax.models.config import ModelError
     from pagedjax.models.tokenizer import load_tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {t: i for i, t in enumerate(["<pad>", "<s>", "</s>", *alphabet, "ab", "abc"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c")]))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    whole = json.loads(tokenizer.to_str())
+    whole = byte_level_tokenizer(sorted(pre_tokenizers.ByteLevel.alphabet()))
     config = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         bos_token="<s>",

@@ -242,7 +242,9 @@ def test_other_hosts_are_told_of_weights_that_process_0_has_taken(llm, tiny_fold
     ):
         with pytest.raises(ValueError, match=message):
             llm.update_weights(refused)
-    with pytest.raises(ValueError, match="give its name or path"):  # past the LLM: the others would keep the old ones
+    with pytest.raises(
+        ValueError, match="give its name or path"
+    ):  # past the LLM: the others would keep the old ones
         llm.runner.update_weights(llm.runner.params)
     assert told == [] and llm.runner.weights_version == version
     llm.update_weights(own)

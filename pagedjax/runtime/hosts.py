@@ -32,6 +32,7 @@ Message = tuple[Any, ...]
 _STOP = "stop"
 _LENGTH = struct.Struct("!Q")
 _MOST_GREETING = 4096
+_GREETING_S = 5.0  # ours greet at once; who says nothing may not keep the others out
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Channel:
         self.sent_bytes = self.num_messages = 0
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ending = False
+        settings = f"{hosts.count} {settings}"
         self._peers = self._listen(settings) if hosts.index == 0 else {0: self._connect(settings)}
         for index, peer in self._peers.items():
             threading.Thread(target=self._read, args=(index, peer), daemon=True).start()
@@ -151,9 +153,7 @@ class Channel:
             while len(found) < self.hosts.count - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
-                    peer, _ = server.accept()
-                    peer.settimeout(self.hosts.wait_s)
-                    index, theirs = json.loads(_framed(peer, _MOST_GREETING))
+                    peer, index, theirs = _greeted(server)
                 except (OSError, EOFError, ValueError, TypeError):
                     missing = sorted(set(range(1, self.hosts.count)) - found.keys())
                     if time.monotonic() < deadline:
@@ -262,6 +262,18 @@ class Channel:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # it may be gone already
                 peer.shutdown(how)  # a thread waits on it: closed alone it would stay open
+
+
+def _greeted(server: socket.socket) -> tuple[socket.socket, int, Any]:
+    """The next connection, the process that it says it is, and its settings; closed again where it says nothing."""
+    peer, _ = server.accept()
+    try:
+        peer.settimeout(_GREETING_S)
+        index, settings = json.loads(_framed(peer, _MOST_GREETING))
+        return peer, int(index), settings
+    except BaseException:
+        peer.close()
+        raise
 
 
 def _frame(peer: socket.socket, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -276,14 +277,20 @@ def test_two_processes_of_a_launcher_answer_as_one(folder):
 # ------------------------------------------------------------------ messages, within one process
 
 
-def pair(settings=("same", "same"), wait_s=20.0):
-    """Two ends of a channel, each made by a thread; what either raised in its place."""
+def pair(settings=("same", "same"), wait_s=20.0, second=(2, 1), before=lambda hosts: None):
+    """Two ends of a channel, each made by a thread; what either raised in its place.
+
+    `second` is (processes, index) as the other one has them; `before` it comes, something else may.
+    """
     address = f"127.0.0.1:{free_port()}"
     made = [None, None]
 
     def make(index):
         try:
-            made[index] = Channel(Hosts(address, 2, index, wait_s), settings[index])
+            hosts = Hosts(address, *((2, 0), second)[index], wait_s)
+            if index:
+                before(hosts)
+            made[index] = Channel(hosts, settings[index])
         except ValueError as error:
             made[index] = error
 
@@ -363,7 +370,26 @@ def test_processes_of_other_settings_or_that_never_come_are_named(gone):
     errors = pair(settings=("one", "another"))
     assert [type(e) for e in errors] == [ValueError] * 2
     assert "process 1 has other settings" in str(errors[0]) and "process 0 has other" in str(errors[1])
+    errors = pair(second=(3, 2))  # of another number of processes
+    assert "process 2 has other settings" in str(errors[0]) and "process 0 has other" in str(errors[1])
     with pytest.raises(ValueError, match=r"process 1 did not come within 0.2 s"):
         Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 0, 0.2), "same")
     with pytest.raises(ValueError, match=r"process 0 at 127.* is not there after 0.2 s"):
         Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 1, 0.2), "same")
+
+
+def test_a_connection_that_says_nothing_keeps_nobody_out(gone, monkeypatch):
+    strays = []
+
+    def stray(hosts):
+        while not strays:
+            with contextlib.suppress(OSError):  # process 0 does not listen yet
+                strays.append(socket.create_connection(hosts.messages))
+
+    monkeypatch.setattr("pagedjax.runtime.hosts._GREETING_S", 0.1)
+    first, second = pair(before=stray, wait_s=5.0)
+    strays.pop().close()
+    first.tell(("step",))
+    assert second.next() == ("step",)
+    first.close()
+    assert gone.empty()

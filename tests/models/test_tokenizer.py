@@ -122,6 +122,7 @@ def test_folder(folder):
     assert tok.apply_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
 
 
+A20K = "{% set a = 'a' * 20000 %}"
 ENDLESS = {
     "{{ 'a' * 10**10 }}": "a text times a number",
     "{{ [1] * 10**9 }}": "a text times a number",
@@ -138,6 +139,24 @@ ENDLESS = {
     "{{ 'a'|indent(10**10) }}": "indent",
     "{{ 'ab'|batch(10**10, 'x')|list }}": "batch",
     "{% for i in range(9999) %}{{ messages[0].content * 5000 }}{% endfor %}": "the prompt",
+    A20K + "{{ a|replace('a', a)|length }}": "a text with replacements",
+    A20K + "{{ a|join(a)|length }}": "texts put together",
+    A20K + "{{ a.join(a)|length }}": "texts put together",
+    A20K + "{{ a.encode().join([a.encode()] * 2000)|length }}": "texts put together",
+    A20K + "{{ ('{0}' * 2000).format(a)|length }}": "a format",
+    A20K + "{{ (('%s' * 2000) % ((a,) * 2000))|length }}": "a format",
+    A20K + "{{ ('%s' * 2000)|format(a)|length }}": "a format",
+    A20K + "{{ ([a] * 2000)|string|length }}": "what a call is given",
+    A20K + "{{ namespace(a=[a] * 2000) }}": "what a call is given",
+    A20K + "{{ (a|list)|tojson(indent=2000)|length }}": "tojson",
+    A20K + "{{ a|wordwrap(1, wrapstring=a)|length }}": "wordwrap",
+    "{{ ('x\n' * 20000)|indent(4000, true)|length }}": "indent",
+    "{{ '%20000000d'|format(1)|length }}": "a format with a width",
+    "{{ 'a'.encode().ljust(20000000)|length }}": "unsafe",
+    "{{ (1).to_bytes(20000000, 'big')|length }}": "unsafe",
+    "{% set s = namespace(x='\"') %}{% for i in range(30) %}{% set s.x = s.x|tojson %}{% endfor %}": "tojson",
+    "{% set a = 'a' * 9999 %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}": "loops and calls",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}": "loops and calls",
     "{{ lipsum(n=100000) }}": "'lipsum' is undefined",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "unsafe",
@@ -147,7 +166,9 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("template", ENDLESS, ids=lambda template: template[:50])
-def test_a_template_neither_fills_the_memory_nor_runs_for_ever(template):
+def test_a_template_neither_fills_the_memory_nor_runs_for_ever(template, monkeypatch):
+    if ENDLESS[template] == "loops and calls":
+        monkeypatch.setattr("pagedjax.models.template_limits.MOST_WORK", 500_000)  # sooner
     with pytest.raises(ValueError, match="chat template") as caught:
         render_chat(template, [{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert ENDLESS[template] in str(caught.value) and "\n" not in str(caught.value)
@@ -164,10 +185,19 @@ def test_what_published_templates_do_is_within_the_bounds():
         "{% for i in range(messages|length) %}{{ i ~ ':' ~ messages[i].content ~ none }}{% endfor %}{{ '-' * 3 }}"
         "{{ 2 ** 3 }}{{ 2 ** 0.5 }}{{ 2.5 * 2 }}{{ '%s' % 'x' }}{{ 'ab'.replace('a', 'bb') }}{{ [1] + [2] }}{{ 7 % 4 }}"
         "{{ 'x'|indent(4) }}{{ '{}'.format(5) }}{{ messages|tojson(indent=None) }}"
+        "{% for m in messages %}{{ loop.index0 ~ loop.last ~ loop.length }}{% endfor %}"
+        "{{ messages|map(attribute='content')|join('+') }}{{ ','.join(['a', 'b']) }}{{ 'aa'|replace('a', 'b', 1) }}"
+        "{{ '%s'|format('x') }}{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ 'a b'|wordwrap(1) }}"
+        "{{ {'b': 1}|dictsort }}{% for k, v in {'k': 'v'}.items() %}{{ k ~ v }}{% endfor %}"
     )
     said = [{"role": "user", "content": "hi"}]
     assert render_chat(template, said, add_generation_prompt=False) == (
-        "0:hi" + "None---8" + str(2**0.5) + "5.0xbbb[1, 2]3x5" + json.dumps(said)
+        "0:hi"
+        + "None---8"
+        + str(2**0.5)
+        + "5.0xbbb[1, 2]3x5"
+        + json.dumps(said)
+        + "0True1hia,bbax1a\nb[('b', 1)]kv"
     )
 
 

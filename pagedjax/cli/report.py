@@ -75,14 +75,19 @@ def command(
     curves, checkups = [], []
     for path in traces:
         trace = open_file(path)
-        curves.append(_curve(trace, path, policies, block_size, quiet))
+        curves.append(_curve(trace, path, open_file, policies, block_size, quiet))
         checkups.append(_checkup(trace, path, open_file, text, quiet))
     replace_text(out, page(shown, curves, checkups=checkups, title=title))
     print(out)
 
 
 def _curve(
-    trace: Trace, path: AnyPath, policies: tuple[str, ...], block_size: int | None, quiet: bool
+    trace: Trace,
+    path: AnyPath,
+    open_file: Opener,
+    policies: tuple[str, ...],
+    block_size: int | None,
+    quiet: bool,
 ) -> dict[str, Any]:
     from pagedjax.report.traces import curve_facts
 
@@ -90,7 +95,7 @@ def _curve(
         trace,
         block_size=block_size or 0,
         policies=policies or None,
-        command=shell(["pagedjax", "curve", path.name]),
+        command=shell(["pagedjax", "curve", path.name, *open_file.typed()]),
         progress=lambda label: requests_bar(label, quiet),
     )
     if facts["left_out"] and not quiet:
@@ -108,6 +113,6 @@ def _checkup(trace: Trace, path: AnyPath, open_file: Opener, text: bool, quiet: 
         trace,
         unit=open_file.unit_of(trace),
         decode=open_file.texts.decode if text else None,
-        command=shell(["pagedjax", "advise", path.name]),
+        command=shell(["pagedjax", "advise", path.name, *open_file.typed()]),
         progress=lambda label: requests_bar(label, quiet),
     )

@@ -155,6 +155,11 @@ def test_the_command_writes_a_page_and_refuses_what_shows_nothing(record, tmp_pa
     assert run.exit_code == 0 and run.output == f"{tmp_path / 'o.html'}\n"
     text = (tmp_path / "o.html").read_text()
     assert "<td>4</td><td>0.6667</td><td>0.6667</td><td>0.6667</td>" in text
+    (tmp_path / "c.csv").write_text("q\n" + "one and the same\n" * 2)
+    of_columns = ["--trace", str(tmp_path / "c.csv"), "--column", "prompt=q", "--quiet"]
+    assert CliRunner().invoke(cli, ["report", str(tmp_path / "c.html"), *of_columns]).exit_code == 0
+    for command in ("curve", "advise"):  # the commands on the page open the file as the page did
+        assert f"<code>pagedjax {command} c.csv --column prompt=q" in (tmp_path / "c.html").read_text()
     for arguments, said in (
         ([], "give --run RECORD or --trace FILE"),
         (["--run", str(record), "--policy", "lfu"], "are of traces"),

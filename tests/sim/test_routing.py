@@ -203,6 +203,16 @@ def test_guesses_are_forgotten_by_number_and_by_age() -> None:
     assert aged.matched(digests, 0) == 0
 
 
+@pytest.mark.parametrize(("gap_s", "expected"), [(50.0, 8), (100.0, 0)])
+def test_a_guess_is_as_old_when_the_next_request_comes_as_the_time_says(gap_s: float, expected: int) -> None:
+    """After a pause, too, in which nothing was sent."""
+    prompt = np.arange(9, dtype=np.int32)
+    rows = [TraceRequest(at, 9, 1, token_ids=prompt) for at in (0.0, gap_s)]
+    trace = Trace("rows", "test", 1, True, lambda: iter(rows))
+    found = run_fleet(trace, [_spec("a")], router="cache-aware", ttl_s=99.0).records
+    assert [record.expected for record in found] == [0, expected]
+
+
 def test_equal_costs_of_kv_overlap_go_to_the_smaller_tree() -> None:
     workers = [Worker(i, str(i), "mixed", BLOCK, 50, lambda count, before: 1.0) for i in range(2)]
     knowledge = ApproximateKnowledge(400)

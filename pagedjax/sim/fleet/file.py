@@ -14,6 +14,7 @@ from pagedjax.engine.managers import make_manager
 from pagedjax.models.family_configs import read_shape
 from pagedjax.paths import shipped_file
 from pagedjax.sim.cost import CostModel, HardwareSpec
+from pagedjax.sim.fleet import TREE_TOKENS
 from pagedjax.sim.fleet.settings import (
     Arrivals,
     Change,
@@ -47,7 +48,7 @@ class FleetTable:
     router: str = "round-robin"
     knowledge: str = ""
     delay_s: float = 0.0
-    tree_tokens: int = 1 << 24
+    tree_tokens: int = TREE_TOKENS
     ttl_s: float = math.inf
     decode_router: str = "least-tokens"
     seed: int = 0

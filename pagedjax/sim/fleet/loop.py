@@ -227,6 +227,7 @@ class Fleet:
             else:
                 self._refuse(job, now, "no instance")
             return
+        self.knowledge.age(now)
         view = self._view(members)
         choice = self.router.choose(job.prompt, view, now)
         member = self.members[choice.worker.number]

@@ -45,6 +45,10 @@ class Knowledge(Protocol):
         """Events of a worker's manager have arrived, in order."""
         ...
 
+    def age(self, now: float) -> None:
+        """It is so late: what has not been said for too long is believed no more."""
+        ...
+
     def gone(self, worker: int) -> None:
         """The worker is no more."""
         ...
@@ -78,6 +82,9 @@ class NoKnowledge:
         return None
 
     def report(self, worker: int, events: Sequence[CacheEvent]) -> None:
+        return None
+
+    def age(self, now: float) -> None:
         return None
 
     def gone(self, worker: int) -> None:
@@ -128,6 +135,9 @@ class ApproximateKnowledge:
             tree.move_to_end(digest)
         while len(tree) > self._most[worker]:
             tree.popitem(last=False)
+        self.age(now)
+
+    def age(self, now: float) -> None:
         if self._ttl_s < float("inf"):
             for other in self._trees.values():
                 while other and next(iter(other.values())) <= now - self._ttl_s:
@@ -161,6 +171,9 @@ class ExactKnowledge:
         self._resident[worker] = {}
 
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
+        return None
+
+    def age(self, now: float) -> None:
         return None
 
     def report(self, worker: int, events: Sequence[CacheEvent]) -> None:

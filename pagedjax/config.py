@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
@@ -208,6 +208,20 @@ class SchedulerConfig:
             self.swap_bandwidth_bytes > 0,
             f"scheduler.swap_bandwidth_bytes={self.swap_bandwidth_bytes}: must be positive; try 8GB",
         )
+
+
+# Settings of a cache that decide nothing in a simulation, and why: of real arrays, of digests, of who watches.
+NOT_SIMULATED = {
+    "memory_bytes": "give num_blocks, or leave both out: the pool is what the memory holds beside the weights",
+    "dtype": "the cost model counts 2 bytes a number",
+    "hash": "digests are compared, never guessed",
+    "event_log": "nobody asks for events there, and a fleet reads its caches' by itself",
+    "window_groups": "simulated models have one KV group",
+}
+SIMULATED = (
+    *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in NOT_SIMULATED),
+    *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
+)
 
 
 @dataclass(frozen=True)

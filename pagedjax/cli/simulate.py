@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,7 +24,7 @@ from pagedjax.cli.serving import (
     show,
 )
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1, FILE, Opener, requests_bar, trace_options
-from pagedjax.config import CacheConfig, SchedulerConfig
+from pagedjax.config import SIMULATED
 from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from pagedjax.sim.simulator import Simulation
     from pagedjax.sim.trace import Trace
 
-# Of the device alone, or of real arrays: the cost model knows nothing of them.
-_IDLE = ("memory_bytes", "dtype", "hash", "window_groups")
-_SETTINGS = (
-    *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in _IDLE),
-    *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
-)
 # Option → the options of which one must be there for it to have an effect; and pairs, with why not both.
 _NEEDS = {"beam_gap": ("beam_width",), "share": ("find_rate",), "seed": ("rate", "beam_width")}
 _ONE_RUN = "runs many simulations; write records of one, without it"
@@ -86,7 +80,7 @@ _AGAINST = {
 @serving_options
 @trace_options
 @common_options(
-    settings=_SETTINGS, cache_dir=False, scheduler__max_num_seqs=256, scheduler__token_budget=8192
+    settings=SIMULATED, cache_dir=False, scheduler__max_num_seqs=256, scheduler__token_budget=8192
 )
 @click.pass_context
 def command(

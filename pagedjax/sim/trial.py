@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from pagedjax.config import CacheConfig, Config, SchedulerConfig, full_key, parse_value
+from pagedjax.config import SIMULATED, Config, full_key, parse_value
 from pagedjax.sim.beams import Beams
 from pagedjax.sim.fleet.file import InstanceTable
 from pagedjax.sim.metrics import Tally
@@ -19,12 +19,6 @@ from pagedjax.sim.simulator import simulate
 from pagedjax.sim.trace import Trace
 
 MEASURES = ("simulate", "replay")
-# Of real arrays, or of the device's memory: the cost model knows nothing of them.
-IDLE = ("memory_bytes", "dtype", "hash", "window_groups")
-SIMULATED = (
-    *(f"cache.{f.name}" for f in fields(CacheConfig) if f.name not in IDLE),
-    *(f"scheduler.{f.name}" for f in fields(SchedulerConfig)),
-)
 INSERTS = ("prompt", "prompt+output")
 REPLAYED = ("cache.block_size", "cache.num_blocks", "cache.policy")
 

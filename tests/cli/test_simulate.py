@@ -219,6 +219,7 @@ def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--hardware", "WORDS"], "flops_per_s='fast': must be a number"),
         (["--set", "cache.dtype=float32"], "has no effect here"),
         (["--set", "memory_bytes=1GiB"], "has no effect here"),
+        (["--set", "event_log=5"], "has no effect here"),
         (["--shape", "nope"], "nope"),
         (["--hardware", "nope"], "nope"),
         (["--max-model-len", "5"], "no request ended"),
@@ -285,12 +286,8 @@ def test_every_field_of_the_python_simulation_has_its_option() -> None:
         "head",
     } <= options
     taken = {name.removeprefix("cache.") for name in command.callback.useful if name.startswith("cache.")}
-    idle = {
-        "memory_bytes",
-        "dtype",
-        "hash",
-        "window_groups",
-    }  # of the device, or of hashes: no cost knows them
+    # Of the device, of hashes, or of who watches: no cost knows them.
+    idle = {"memory_bytes", "dtype", "hash", "event_log", "window_groups"}
     assert taken == {f.name for f in fields(CacheConfig)} - idle
 
 

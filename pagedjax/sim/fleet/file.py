@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pagedjax.config import CacheConfig, SchedulerConfig, parse_value, read_toml
+from pagedjax.config import NOT_SIMULATED, CacheConfig, SchedulerConfig, parse_value, read_toml
 from pagedjax.engine.managers import make_manager
 from pagedjax.models.family_configs import read_shape
 from pagedjax.paths import shipped_file
@@ -26,15 +26,6 @@ from pagedjax.sim.fleet.settings import (
 )
 
 MOST = 10_000  # instances of a table
-
-# Settings of a cache that decide nothing in a simulation: what they would change is the cost model's to say.
-_NO_EFFECT = {
-    "memory_bytes": "give num_blocks, or leave both out: the pool is what the memory holds beside the weights",
-    "dtype": "the cost model counts 2 bytes a number",
-    "hash": "digests are compared, never guessed",
-    "event_log": "the fleet reads the caches' events by itself",
-    "window_groups": "simulated models have one KV group",
-}
 
 
 @dataclass(frozen=True)
@@ -284,7 +275,7 @@ def _instance(where: str, values: Any) -> InstanceTable:
     require(isinstance(values, dict), f"{where}: must be a table; write [[{where}]]")
     cache, scheduler = values.get("cache", {}), values.get("scheduler", {})
     require(isinstance(cache, dict), f"{where}.cache: must be a table")
-    for name, remedy in _NO_EFFECT.items():
+    for name, remedy in NOT_SIMULATED.items():
         require(name not in cache, f"{where}.cache.{name}: has no effect in a simulation; {remedy}")
     rest = {name: value for name, value in values.items() if name not in ("cache", "scheduler")}
     table: InstanceTable = _typed(InstanceTable, where, rest)

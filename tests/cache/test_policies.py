@@ -174,12 +174,38 @@ def test_retention_by_priority_until_it_expires():
     assert policy.victim(3, 10.0) == [1, 2, 3]  # 1 counts as priority 0 now, and was released before 2
 
 
+def test_retention_below_0_goes_first_until_something_higher_hits_it_or_it_expires():
+    policy = Retention(16)
+    for block, hints in ((1, PLAIN), (2, Hints(priority=-1)), (3, Hints(priority=-5, ttl_s=9.0)), (4, PLAIN)):
+        _put(policy, [block], hints=hints)
+    policy.release([1, 2, 3, 4], 1.0)
+    assert policy.victim(4, 2.0) == [3, 2, 1, 4]
+    policy.hit([1], [1], 0, Hints(priority=-3), 3.0)  # what is common stays so
+    policy.hit([2], [2], 0, PLAIN, 3.0)
+    policy.release([1, 2], 4.0)
+    assert policy.victim(4, 5.0) == [3, 4, 1, 2]
+    policy.hit([3], [3], 0, Hints(priority=-9), 6.0)
+    policy.release([3], 6.0)
+    assert policy.victim(4, 7.0) == [3, 4, 1, 2]
+    assert policy.victim(4, 9.0) == [4, 1, 2, 3]
+    policy.remove([3])
+    _put(policy, [3])
+    policy.release([3], 10.0)
+    assert policy.victim(4, 11.0) == [4, 1, 2, 3]
+
+
 def test_retention_budget():
     policy = Retention(11, pin_budget=0.2)
     for b in (1, 2, 3):
         _put(policy, [b], hints=Hints(priority=1))
     policy.release([1, 2, 3], 1.0)
     assert policy.victim(3, 1.0) == [3, 1, 2]  # two of ten blocks may be held up; the third came too late
+    _put(policy, [4], hints=Hints(priority=-1))
+    policy.release([4], 2.0)
+    assert policy.victim(4, 2.0) == [4, 3, 1, 2]
+    policy.hit([4], [4], 0, Hints(priority=7), 3.0)
+    policy.release([4], 3.0)
+    assert policy.victim(4, 3.0) == [3, 4, 1, 2]  # it is common now, as whatever comes too late
 
 
 def test_belady_evicts_the_farthest_next_use():

@@ -127,8 +127,8 @@ class Retention(Scored):
     """Lowest priority first, then least recently released; priorities expire and are budgeted.
 
     A block takes the priority of the request that indexed it, or of a later one that hits it with a higher
-    one. After `ttl_s` it counts as priority 0. Blocks of positive priority are at most `pin_budget` of the
-    pool: what comes after the budget is spent counts as priority 0.
+    one; what is below 0 goes before what is common. After `ttl_s` it counts as priority 0. Blocks of positive
+    priority are at most `pin_budget` of the pool: what comes after the budget is spent counts as priority 0.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -146,12 +146,16 @@ class Retention(Scored):
         self._retained = 0
 
     def _retain(self, blocks: list[int], hints: Hints, now: float) -> None:
+        """Give blocks a request's priority, whatever they had."""
         if hints.priority == 0:
+            for b in blocks if self._priority else ():
+                self._drop(b)
             return
         expiry = math.inf if hints.ttl_s is None else now + hints.ttl_s
         for b in blocks:
             old = self._priority.get(b, 0)
-            if hints.priority < old or (hints.priority > 0 and old <= 0 and self._retained >= self._budget):
+            if hints.priority > 0 and old <= 0 and self._retained >= self._budget:
+                self._drop(b)
                 continue
             self._retained += (hints.priority > 0) - (old > 0)
             self._priority[b] = hints.priority
@@ -165,7 +169,7 @@ class Retention(Scored):
     def hit(self, blocks: list[int], idle: list[int], first: int, hints: Hints, now: float) -> None:
         super().hit(blocks, idle, first, hints, now)
         self._expire(now)
-        self._retain(blocks, hints, now)
+        self._retain([b for b in blocks if hints.priority >= self._priority.get(b, 0)], hints, now)
 
     def _score(self, block: int, now: float) -> int:
         return self._priority.get(block, 0)

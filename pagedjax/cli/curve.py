@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.serving import POSITIVE
 from pagedjax.cli.trace import load_announced
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, requests_bar, trace_options
 from pagedjax.paths import AnyPath
@@ -43,7 +44,7 @@ _SHARES = (0.01, 0.05, *(k / 10 for k in range(1, 10)), 0.95, 0.99, 1.0)
 @click.option("--insert", type=click.Choice(["prompt", "prompt+output"]), default="prompt", show_default=True)
 @click.option(
     "--window",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     help="By time windows of so many seconds instead.",
 )
 @click.option("--by-group", is_flag=True, help="By category or user instead, where the file names them.")
@@ -235,9 +236,9 @@ def _parts(
         )
     limits: list[float] = [*capacities, math.inf]
     label = "window_s" if window else "group"
+    found = parts(timed, limits, window_s=window)
     print(",".join([label, "requests", "tokens", *(f"lru_{c}" for c in limits)]))
     drawn: Rows = []
-    found = parts(timed, limits, window_s=window)
     shown = found if window else sorted(found, key=lambda part: -part.tokens)[:_MOST_BARS]
     if plot is not None and len(shown) < len(found) and not quiet:
         print(f"{plot}: shows the {len(shown)} groups with most tokens of {len(found):,}", file=sys.stderr)

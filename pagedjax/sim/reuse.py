@@ -80,10 +80,10 @@ def parts(
         window_s: Length of a window; 0: by group.
 
     Raises:
-        ValueError: A negative window.
+        ValueError: A window that is negative or has no end.
     """
-    if window_s < 0:
-        raise ValueError(f"window={window_s}: must be positive seconds; try 3600")
+    if not 0 <= window_s < math.inf:
+        raise ValueError(f"window={window_s}: must be a finite number of seconds above 0; try 3600")
     refs = timed.refs
     if window_s:
         part_of = timed.arrival_s // window_s

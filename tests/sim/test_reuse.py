@@ -80,6 +80,8 @@ def test_the_command_line_has_all_three(tmp_path: Path, capsys: pytest.CaptureFi
         (["--by-group", "--reuse-times"], "--by-group: stands alone"),
         (["--by-group"], "names no category or user"),
         (["--window", "0"], "is not in the range"),
+        (["--window", "inf"], "must be a finite number of seconds"),
+        (["--window", "nan"], "nan is no number"),
     ):
         assert main(["curve", path, *bad]) == 2
         assert message in capsys.readouterr().err

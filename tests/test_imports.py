@@ -20,10 +20,12 @@ MAY_IMPORT = {
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.config": {"numpy"},
     "pagedjax.models.config_keys": {"pagedjax.models.config"},
+    "pagedjax.models.config_parts": {"pagedjax.models.config", "pagedjax.models.config_keys"},
     "pagedjax.models.sharding": {"pagedjax.models.config"},
     "pagedjax.models.family_configs": {
         "pagedjax.models.config",
         "pagedjax.models.config_keys",
+        "pagedjax.models.config_parts",
         "pagedjax.paths",
     },
     "pagedjax.models.gguf_configs": {"pagedjax.models.config", "pagedjax.models.config_keys"},

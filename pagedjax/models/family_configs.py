@@ -2,20 +2,32 @@
 
 One row of `FAMILIES` per model_type: the keys it reads and the function that reads them, with the defaults of
 transformers' own config classes. A key that no row reads is refused (`config_keys`), and so is a value that the
-decoder lacks (partly rotated heads, scaled layers); a fact that stands in two places must be the same in both.
+decoder lacks (partly rotated heads, scaled layers); a fact that stands in two places must be the same in both. What
+several readers share is in `config_parts`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config import LIMITS, ModelConfig, ModelError, check_range
 from pagedjax.models.config_keys import GENERATION, NO_EFFECT, Reader, check_keys, refuse_key
+from pagedjax.models.config_parts import (
+    GATED,
+    WINDOWS,
+    Family,
+    common_fields,
+    ends_of,
+    one_value,
+    one_window,
+    rope_table,
+    rotary_fields,
+    windows_of,
+)
 from pagedjax.paths import shipped_file
 
 WHERE = "config.json"
@@ -63,233 +75,14 @@ def config_from_hf(config: Mapping[str, Any], notes: list[str] | None = None) ->
     return family.read(Reader(config, WHERE, notes=notes))
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a model_type reads.
-
-    Attributes:
-        keys: Every key of config.json that changes something.
-        read: Makes the config of them.
-    """
-
-    keys: frozenset[str]
-    read: Callable[[Reader], ModelConfig]
-
-
-# ---- rotary positions ------------------------------------------------------------------------------------
-
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-# Keys of a rope table by its kind; every table may also have these.
-_TABLE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_SCALING_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-
-
-def _rope(r: Reader, base: float = 10000.0) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) from wherever they stand: rope_theta, rope_scaling, rope_parameters."""
-    old, new = r.table("rope_scaling"), r.table("rope_parameters")
-    r.prefer("rope_scaling", old or None, "rope_parameters", new or None)
-    return _rope_table(r, "rope_scaling", old, base) if old else _rope_table(r, "rope_parameters", new, base)
-
-
-def _rope_table(
-    r: Reader, name: str, table: Mapping[str, Any], base: float
-) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of one table and of the keys beside it."""
-    p = Reader(table, f"{r.where}: {name}")
-    kind = r.prefer(f"{name}.rope_type", p.get("rope_type"), f"{name}.type", p.get("type"))
-    kind = "default" if kind is None else kind
-    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
-        raise ModelError(
-            f"{r.where}: rope_scaling={kind!r}: must be {', '.join(_SCALING_KEYS)}; use a model with one of these"
-        )
-    known = (*_TABLE_KEYS, *_SCALING_KEYS[kind])
-    for key, value in table.items():
-        if key not in known and value is not None:
-            refuse_key(f"{r.where}: {name} of type {kind}", key, value, known)
-    r.prefer(f"{name}.rope_theta", p.get("rope_theta"), "rope_theta", r.get("rope_theta"))
-    theta = p if p.get("rope_theta") is not None else r
-    for part in (p, r):
-        if part.positive("partial_rotary_factor", 1.0) != 1.0:
-            part.fail("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
-    base = theta.positive("rope_theta", base) if theta.get("rope_theta") is not None else base
-    return base, None if kind == "default" else _scaling(r, p, kind)
-
-
-def _scaling(r: Reader, p: Reader, kind: str) -> RopeScaling:
-    longest = r.whole("max_position_embeddings")
-    if kind == "linear":
-        return RopeScaling(kind, p.positive("factor"), longest)
-    key = "original_max_position_embeddings"
-    inside, beside = p.get(key), r.get(key)
-    r.prefer(key, beside, f"rope_parameters.{key}", inside)
-    original = (p if beside is None and inside is not None else r).whole(key, longest)
-    check_range(key, original, 1, LIMITS["max_model_len"])
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            p.positive("factor"),
-            original,
-            low_freq_factor=p.positive("low_freq_factor"),
-            high_freq_factor=p.positive("high_freq_factor"),
-        )
-    # DeepSeek's files leave the factor null: it is the ratio of the lengths.
-    factor = p.positive("factor") if p.get("factor", 0) is not None else longest / original
-    attention = p.optional_positive("attention_factor")
-    mscale, all_dim = (p.optional_positive(key) for key in ("mscale", "mscale_all_dim"))
-    if attention is None and mscale and all_dim:
-        attention = _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return RopeScaling(
-        kind,
-        factor,
-        original,
-        beta_fast=p.optional_positive("beta_fast") or 32.0,
-        beta_slow=p.optional_positive("beta_slow") or 1.0,
-        attention_factor=attention or 0.0,
-        truncate=p.flag("truncate", True),
-    )
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """YaRN's factor on the attention temperature, weighted as DeepSeek's files weigh it."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _one_value(where: str, first: str, a: Any, second: str, b: Any) -> Any:
-    """What two places agree on; where only one speaks, what it says."""
-    if a is not None and b is not None and a != b:
-        raise ModelError(f"{where}: {first}={a!r} and {second}={b!r}: must be equal; remove one")
-    return b if a is None else a
-
-
-# ---- sliding windows -------------------------------------------------------------------------------------
-
-
-def _windows(r: Reader, num_layers: int, size: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-    """The window of each layer: by layer_types where the file lists them, else by the family's own rule."""
-    kinds = r.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if size is not None and on else "full_attention" for on in sliding]
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in known for k in kinds):
-        r.fail("layer_types", f"must have {' or '.join(known)} for each of {num_layers} layers")
-    if "sliding_attention" not in kinds:
-        return ()
-    if size is None:
-        r.fail("sliding_window", "must give the width of the layers that slide")
-    check_range("sliding_window", size, 1, LIMITS["max_model_len"])
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _one_window(r: Reader, num_layers: int, size: int | None) -> tuple[int | None, ...]:
-    """The window of a family whose layers all slide or none; it asks no layer_types, so they must agree."""
-    windows = _windows(r, num_layers, size, [True] * num_layers)
-    expected = () if size is None else (size,) * num_layers
-    if windows != expected:
-        r.fail("layer_types", "this family's layers are all alike, by sliding_window")
-    return windows
-
-
 # ---- families --------------------------------------------------------------------------------------------
-
-_SIZES = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-)
-_GATED = (*_SIZES, *_ROPE_KEYS, "hidden_act", "head_dim")
-_WINDOWS = ("sliding_window", "layer_types")
-
-
-def _ends(r: Reader, vocab_size: int, bos: int | None, eos: int | None) -> dict[str, Any]:
-    """bos_token_id and eos_token_ids; a missing key takes transformers' default, a null is none."""
-    check_range("vocab_size", vocab_size, 1, LIMITS["vocab_size"])
-    starts = r.ids("bos_token_id", vocab_size, bos)
-    if isinstance(r.get("bos_token_id"), list):
-        r.fail("bos_token_id", "must be one id")
-    return dict(
-        bos_token_id=starts[0] if starts else None, eos_token_ids=r.ids("eos_token_id", vocab_size, eos)
-    )
-
-
-def _common(
-    r: Reader,
-    family: str,
-    *,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    activation: str = "hidden_act",
-    eps: float = 1e-6,
-    tied: bool = False,
-    ends: tuple[int | None, int | None] = (None, None),
-) -> dict[str, Any]:
-    """The fields that every rotary, gated family spells alike.
-
-    Args:
-        family: Row of weight names.
-        kv_heads, head_dim, eps, tied, ends: What a file that is silent means; None: as many KV heads as query
-            heads, hidden_size over heads, no start, no end.
-        activation: Which key names it.
-    """
-    num_heads, d_model = r.whole("num_attention_heads"), r.whole("hidden_size")
-    check_range("num_attention_heads", num_heads, 1, LIMITS["num_heads"])
-    check_range("hidden_size", d_model, 1, LIMITS["d_model"])
-    num_layers, vocab_size = r.whole("num_hidden_layers"), r.whole("vocab_size")
-    check_range("num_layers", num_layers, 1, LIMITS["num_layers"])
-    own_dim, own_kv = (
-        r.optional_whole("head_dim", head_dim),
-        r.optional_whole("num_key_value_heads", kv_heads),
-    )
-    default = "gelu_pytorch_tanh" if activation == "hidden_activation" else "silu"
-    return dict(
-        family=family,
-        num_layers=num_layers,
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_heads if own_kv is None else own_kv,
-        head_dim=d_model // num_heads if own_dim is None else own_dim,
-        d_mlp=r.whole("intermediate_size"),
-        vocab_size=vocab_size,
-        max_model_len=r.whole("max_position_embeddings"),
-        norm_eps=r.positive("rms_norm_eps", eps),
-        tie_embeddings=r.flag("tie_word_embeddings", tied),
-        activation=r.activation(activation, default),
-        **_ends(r, vocab_size, *ends),
-    )
-
-
-def _rotary(r: Reader, base: float = 10000.0) -> dict[str, Any]:
-    theta, scaling = _rope(r, base)
-    return dict(rope_theta=theta, rope_scaling=scaling)
 
 
 def _llama(r: Reader) -> ModelConfig:
     bias = r.flag("attention_bias", False)
     return ModelConfig(
-        **_common(r, "llama", ends=(1, 2)),
-        **_rotary(r),
+        **common_fields(r, "llama", ends=(1, 2)),
+        **rotary_fields(r),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=r.flag("mlp_bias", False),
@@ -298,7 +91,7 @@ def _llama(r: Reader) -> ModelConfig:
 
 def _smollm3(r: Reader) -> ModelConfig:
     """SmolLM3: a Llama of which every fourth layer has no positions at all."""
-    common = _common(r, "llama", kv_heads=4, tied=True, ends=(128000, 128001))
+    common = common_fields(r, "llama", kv_heads=4, tied=True, ends=(128000, 128001))
     num_layers, bias = common["num_layers"], r.flag("attention_bias", False)
     pattern = r.get("no_rope_layers")
     if pattern is None:
@@ -310,12 +103,12 @@ def _smollm3(r: Reader) -> ModelConfig:
     slides = r.flag("use_sliding_window", False)
     return ModelConfig(
         **common,
-        **_rotary(r, 2e6),
+        **rotary_fields(r, 2e6),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=r.flag("mlp_bias", False),
         rope_layers=tuple(bool(v) for v in pattern),
-        windows=_windows(
+        windows=windows_of(
             r, num_layers, r.optional_whole("sliding_window"), [slides and not v for v in pattern]
         ),
     )
@@ -324,30 +117,32 @@ def _smollm3(r: Reader) -> ModelConfig:
 def _mistral(r: Reader) -> ModelConfig:
     if r.flag("attention_bias", False):
         r.fail("attention_bias", "this family has none")
-    common = _common(r, "llama", kv_heads=8, ends=(1, 2))
+    common = common_fields(r, "llama", kv_heads=8, ends=(1, 2))
     window = r.optional_whole("sliding_window", 4096)
-    return ModelConfig(**common, **_rotary(r), windows=_one_window(r, common["num_layers"], window))
+    return ModelConfig(**common, **rotary_fields(r), windows=one_window(r, common["num_layers"], window))
 
 
 def _qwen_windows(r: Reader, num_layers: int) -> tuple[int | None, ...]:
     slides = r.flag("use_sliding_window", False)
     first = r.whole("max_window_layers", 28)
     size = r.optional_whole("sliding_window", 4096) if slides else None
-    return _windows(r, num_layers, size, [layer >= first for layer in range(num_layers)])
+    return windows_of(r, num_layers, size, [layer >= first for layer in range(num_layers)])
 
 
 def _qwen2(r: Reader) -> ModelConfig:
-    common = _common(r, "llama", kv_heads=32)
+    common = common_fields(r, "llama", kv_heads=32)
     if not r.flag("attention_bias", True):
         r.fail("attention_bias", "this family always has one on queries, keys and values")
-    return ModelConfig(**common, **_rotary(r), qkv_bias=True, windows=_qwen_windows(r, common["num_layers"]))
+    return ModelConfig(
+        **common, **rotary_fields(r), qkv_bias=True, windows=_qwen_windows(r, common["num_layers"])
+    )
 
 
 def _qwen3(r: Reader) -> ModelConfig:
-    common, bias = _common(r, "llama", kv_heads=32, head_dim=128), r.flag("attention_bias", False)
+    common, bias = common_fields(r, "llama", kv_heads=32, head_dim=128), r.flag("attention_bias", False)
     return ModelConfig(
         **common,
-        **_rotary(r),
+        **rotary_fields(r),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
@@ -358,7 +153,7 @@ def _qwen3(r: Reader) -> ModelConfig:
 def _phi3(r: Reader) -> ModelConfig:
     if r.flag("attention_bias", False):
         r.fail("attention_bias", "this family has none")
-    common, rotary = _common(r, "phi3", eps=1e-5, ends=(1, 32000)), _rotary(r)
+    common, rotary = common_fields(r, "phi3", eps=1e-5, ends=(1, 32000)), rotary_fields(r)
     if (
         rotary["rope_scaling"] is not None
     ):  # transformers takes "yarn" for LongRoPE here, and refuses the rest
@@ -366,14 +161,14 @@ def _phi3(r: Reader) -> ModelConfig:
             f"{r.where}: rope_scaling={rotary['rope_scaling'].kind!r}: this family knows only LongRoPE, which is not "
             "supported; use a model of 4k tokens"
         )
-    windows = _one_window(r, common["num_layers"], r.optional_whole("sliding_window"))
+    windows = one_window(r, common["num_layers"], r.optional_whole("sliding_window"))
     return ModelConfig(**common, **rotary, windows=windows)
 
 
 def _gemma(r: Reader, family: str) -> dict[str, Any]:
     if r.flag("attention_bias", False):
         r.fail("attention_bias", "this family has none here")
-    common = _common(
+    common = common_fields(
         r, family, kv_heads=4, head_dim=256, activation="hidden_activation", tied=True, ends=(2, 1)
     )
     if r.get("hidden_act") is not None and r.activation("hidden_act", "") != common["activation"]:
@@ -396,8 +191,8 @@ def _gemma2(r: Reader) -> ModelConfig:
     layers = common["num_layers"]
     size = r.optional_whole("sliding_window", 4096)
     r.prefer("sliding_window", size, "sliding_window_size", r.get("sliding_window_size"))
-    windows = _windows(r, layers, size, [layer % 2 == 0 for layer in range(layers)])
-    return ModelConfig(**common, **_rotary(r), windows=windows)
+    windows = windows_of(r, layers, size, [layer % 2 == 0 for layer in range(layers)])
+    return ModelConfig(**common, **rotary_fields(r), windows=windows)
 
 
 def _gemma3(r: Reader) -> ModelConfig:
@@ -420,12 +215,12 @@ def _gemma3(r: Reader) -> ModelConfig:
                 "rotated; remove one"
             )
         full = {**full, **scaled}
-    theta, scaling = _rope_table(r, "rope_parameters.full_attention", full, 1e6)
+    theta, scaling = rope_table(r, "rope_parameters.full_attention", full, 1e6)
     beside = {
         "max_position_embeddings": r.whole("max_position_embeddings"),
         "rope_theta": r.get("rope_local_base_freq"),
     }
-    local, local_scaling = _rope_table(
+    local, local_scaling = rope_table(
         Reader(beside, r.where), "rope_parameters.sliding_attention", slides, 10000.0
     )
     if local_scaling is not None:
@@ -438,13 +233,13 @@ def _gemma3(r: Reader) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         local_rope_theta=local,
-        windows=_windows(r, layers, size, [(layer + 1) % every != 0 for layer in range(layers)]),
+        windows=windows_of(r, layers, size, [(layer + 1) % every != 0 for layer in range(layers)]),
     )
 
 
 def _alias(r: Reader, name: str, other: str, default: int | None = None) -> int:
     """A size under its own name or the one that transformers maps onto it."""
-    _one_value(r.where, name, r.get(name), other, r.get(other))
+    one_value(r.where, name, r.get(name), other, r.get(other))
     return r.whole(other) if r.get(name) is None and r.get(other) is not None else r.whole(name, default)
 
 
@@ -456,7 +251,7 @@ def _gpt2(r: Reader) -> ModelConfig:
     if width % heads:
         r.fail("n_embd", f"must be a multiple of n_head={heads}")
     length = _alias(r, "n_positions", "max_position_embeddings", 1024)
-    _one_value(r.where, "n_positions", length, "n_ctx", r.get("n_ctx"))
+    one_value(r.where, "n_positions", length, "n_ctx", r.get("n_ctx"))
     inner, vocab_size = r.optional_whole("n_inner"), r.whole("vocab_size", 50257)
     return ModelConfig(
         family="gpt2",
@@ -471,7 +266,7 @@ def _gpt2(r: Reader) -> ModelConfig:
         norm="layer",
         norm_eps=r.positive("layer_norm_epsilon", 1e-5),
         tie_embeddings=r.flag("tie_word_embeddings", True),
-        **_ends(r, vocab_size, 50256, 50256),
+        **ends_of(r, vocab_size, 50256, 50256),
         query_scale=0.0 if r.flag("scale_attn_weights", True) else 1.0,
         positions="learned",
         activation=r.activation("activation_function", "gelu_new"),
@@ -509,7 +304,7 @@ def _opt(r: Reader) -> ModelConfig:
         norm="layer",
         norm_eps=1e-5,
         tie_embeddings=r.flag("tie_word_embeddings", True),
-        **_ends(r, vocab_size, 2, 2),
+        **ends_of(r, vocab_size, 2, 2),
         positions="learned",
         activation=r.activation("activation_function", "relu"),
         gated_mlp=False,
@@ -520,15 +315,15 @@ def _opt(r: Reader) -> ModelConfig:
 
 
 _GEMMA = (
-    *_GATED,
-    *_WINDOWS,
+    *GATED,
+    *WINDOWS,
     "hidden_activation",
     "attention_bias",
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-_QWEN = (*_GATED, *_WINDOWS, "use_sliding_window", "max_window_layers", "attention_bias")
+_QWEN = (*GATED, *WINDOWS, "use_sliding_window", "max_window_layers", "attention_bias")
 _LEARNED = (
     "model_type",
     "vocab_size",
@@ -545,12 +340,12 @@ _LEARNED = (
 _ORIGINAL = "original_max_position_embeddings"
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(frozenset((*_GATED, _ORIGINAL, "attention_bias", "mlp_bias")), _llama),
+    "llama": Family(frozenset((*GATED, _ORIGINAL, "attention_bias", "mlp_bias")), _llama),
     "smollm3": Family(
         frozenset(
             (
-                *_GATED,
-                *_WINDOWS,
+                *GATED,
+                *WINDOWS,
                 _ORIGINAL,
                 "use_sliding_window",
                 "max_window_layers",  # a copy of Qwen's that nobody reads
@@ -562,10 +357,10 @@ FAMILIES: dict[str, Family] = {
         ),
         _smollm3,
     ),
-    "mistral": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _mistral),
+    "mistral": Family(frozenset((*GATED, *WINDOWS, _ORIGINAL, "attention_bias")), _mistral),
     "qwen2": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen2),
     "qwen3": Family(frozenset((*_QWEN, _ORIGINAL)), _qwen3),
-    "phi3": Family(frozenset((*_GATED, *_WINDOWS, _ORIGINAL, "attention_bias")), _phi3),
+    "phi3": Family(frozenset((*GATED, *WINDOWS, _ORIGINAL, "attention_bias")), _phi3),
     "gemma2": Family(frozenset((*_GEMMA, "sliding_window_size")), _gemma2),
     "gemma3_text": Family(
         # "_sliding_window_pattern" is a copy that transformers writes beside layer_types.

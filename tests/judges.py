@@ -67,7 +67,12 @@ def numpy_forward(config, params, tokens) -> np.ndarray:
         w = p[f"layer_{layer:02d}"]
         y = _linear(_norm(x, w["attn_norm"], c), w["qkv"]).reshape(len(tokens), -1, c.head_dim)
         q, k, v = np.split(y, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
-        if c.qk_norm:
+        if c.qk_norm_whole:
+            q, k = (
+                _norm(h.reshape(len(tokens), -1), w[name], c).reshape(h.shape)
+                for h, name in ((q, "q_norm"), (k, "k_norm"))
+            )
+        elif c.qk_norm:
             q, k = _norm(q, w["q_norm"], c), _norm(k, w["k_norm"], c)
         window = c.windows[layer] if c.windows else None
         if c.positions == "rope" and (not c.rope_layers or c.rope_layers[layer]):
@@ -81,18 +86,61 @@ def numpy_forward(config, params, tokens) -> np.ndarray:
             if window:
                 seen &= pos[:, None] - pos[None, :] < window
             scores = np.where(seen, scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, kv]
+            weights = np.exp(scores)
+            sink = np.exp(w["sinks"][head]) if c.sinks else 0.0
+            mixed[:, head] = weights / (weights.sum(-1, keepdims=True) + sink) @ v[:, kv]
         y = _linear(mixed.reshape(len(tokens), -1), w["out"])
         x = x + (_norm(y, w["attn_post_norm"], c) if c.post_norms else y)
-        y = _linear(_norm(x, w["mlp_norm"], c), w["mlp"]["up"])
-        if c.gated_mlp:
-            y = _act(y[:, : c.d_mlp], c.activation) * y[:, c.d_mlp :]
-        else:
-            y = _act(y, c.activation)
-        y = _linear(y, w["mlp"]["down"])
+        y = _norm(x, w["mlp_norm"], c)
+        y = expert_mlp(y, w["mlp"], c) if "router" in w["mlp"] else _mlp(y, w["mlp"], c)
         x = x + (_norm(y, w["mlp_post_norm"], c) if c.post_norms else y)
     return _cap(_norm(x, p["final_norm"], c) @ p["lm_head"]["weight"].T, c.logit_soft_cap)
+
+
+def _mlp(x, p, c):
+    y = _linear(x, p["up"])
+    if c.gated_mlp:
+        half = y.shape[-1] // 2
+        y = _act(y[:, :half], c.activation) * y[:, half:]
+    else:
+        y = _act(y, c.activation)
+    return _linear(y, p["down"])
+
+
+def choose_experts(scores, choice_bias, e):
+    """One token's (expert, weight) pairs from its router logits: loops and sorted lists, ties to the lower number."""
+    exp = np.exp(scores - scores.max())
+    p = 1 / (1 + np.exp(-scores)) if e.routing == "sigmoid" else exp / exp.sum()
+    wanted = {n: p[n] + (0 if choice_bias is None else choice_bias[n]) for n in range(e.num_experts)}
+    size = e.num_experts // e.num_groups
+    groups = []
+    for g in range(e.num_groups):
+        best = sorted((wanted[n] for n in range(g * size, (g + 1) * size)), reverse=True)
+        groups.append((-sum(best[: 1 if e.group_score == "best" else 2]), g))
+    kept = {g for _, g in sorted(groups)[: e.groups_per_token]}
+    order = sorted((-w, n) for n, w in wanted.items() if n // size in kept)
+    chosen = [n for _, n in order[: e.per_token]]
+    total = sum(p[n] for n in chosen) if e.normalise or e.routing == "softmax-of-chosen" else 1.0
+    return [(n, p[n] / total * e.scale) for n in chosen]
+
+
+def expert_mlp(x, p, c):
+    """The slow mixture: each token, each of its experts, one after the other."""
+    e, out = c.experts, np.zeros_like(x)
+    ups = p["expert_up"]["weight"].reshape(e.num_experts, 2 * e.d_expert, -1)
+    downs = p["expert_down"]["weight"].reshape(e.num_experts, -1, e.d_expert)
+    up_bias = p["expert_up"].get("bias", np.zeros(ups.shape[:2])).reshape(e.num_experts, -1)
+    down_bias = p["expert_down"].get("bias", np.zeros(downs.shape[:2])).reshape(e.num_experts, -1)
+    for t, scores in enumerate(_linear(x, p["router"])):
+        for n, weight in choose_experts(scores, p.get("choice_bias"), e):
+            gate, up = np.split(ups[n] @ x[t] + up_bias[n], 2)
+            if e.clamp:
+                gate, up = np.minimum(gate, e.clamp), np.clip(up, -e.clamp, e.clamp)
+                hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            else:
+                hidden = _act(gate, c.activation) * up
+            out[t] += weight * (downs[n] @ hidden + down_bias[n])
+    return out + (_mlp(x, p["shared"], c) if e.d_shared else 0.0)
 
 
 def _to64(tree):

@@ -9,7 +9,10 @@ from rooms import LEVELS, ROOT, arrows, circles, imports_of, module_of, rooms, u
 
 CACHE = {"pagedjax.cache"}
 # What describes a model, without jax.
-SHAPES = {f"pagedjax.models.{m}" for m in ("config", "config_keys", "sharding", "chat", "tokenizer")}
+SHAPES = {
+    f"pagedjax.models.{m}"
+    for m in ("checks", "mixture", "config", "config_keys", "sharding", "chat", "tokenizer")
+}
 SETTINGS = {"pagedjax.config", *SHAPES}
 HOST = CACHE | SETTINGS | {"pagedjax.engine"}
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"}
@@ -18,10 +21,12 @@ HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers", "matplotlib"
 MAY_IMPORT = {
     "pagedjax.cache": CACHE | {"numpy", "cbor2", "xxhash"},
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
-    "pagedjax.models.config": {"numpy"},
+    "pagedjax.models.checks": set(),
+    "pagedjax.models.mixture": {"pagedjax.models.checks"},
+    "pagedjax.models.config": {"pagedjax.models.checks", "pagedjax.models.mixture"},
     "pagedjax.models.config_keys": {"pagedjax.models.config"},
     "pagedjax.models.config_parts": {"pagedjax.models.config", "pagedjax.models.config_keys"},
-    "pagedjax.models.sharding": {"pagedjax.models.config"},
+    "pagedjax.models.sharding": {"pagedjax.models.config", "pagedjax.models.mixture"},
     "pagedjax.models.family_configs": {
         "pagedjax.models.config",
         "pagedjax.models.config_keys",

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-
-class ModelError(ValueError):
-    """A model's files are not what they should be; the message names what, which rule, and the remedy."""
+from pagedjax.models.checks import ModelError as ModelError
+from pagedjax.models.checks import check_number as _check_number
+from pagedjax.models.checks import check_range as check_range
+from pagedjax.models.mixture import Experts
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,13 @@ class ModelConfig:
         gated_mlp: down(act(gate x) * up x) instead of down(act(up x)).
         qkv_bias, out_bias, mlp_bias: Which matrices carry a bias.
         qk_norm: RMS norm of each query and key head before the rotation.
+        qk_norm_whole: It is one norm over all heads of a token.
+        sinks: A logit per head joins each softmax without a value.
         post_norms: A second norm after attention and after the MLP, before the residual sum.
         attn_soft_cap, logit_soft_cap: cap * tanh(x / cap) on scores and logits; 0 is off.
         query_scale: Multiplies the scores; 0 is head_dim ** -0.5.
         embed_scale: Multiplies the embedding.
+        experts: The mixture of experts that stands in place of the MLP, or None.
     """
 
     family: str
@@ -142,11 +146,14 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    sinks: bool = False
     post_norms: bool = False
     attn_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     query_scale: float = 0.0
     embed_scale: float = 1.0
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_mlp", "vocab_size"):
@@ -173,6 +180,11 @@ class ModelConfig:
             raise ModelError(
                 f"rope_scaling has {len(scaling.divisors)} divisors: must have one per pair "
                 f"({self.head_dim // 2}); the file belongs to another model"
+            )
+        if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
+            raise ModelError(
+                f"experts.layers has {len(self.experts.layers)} entries: must have one per layer ({self.num_layers}) "
+                "or none"
             )
         if any(w is not None and w < 1 for w in self.windows):
             raise ModelError(f"windows={self.windows}: a window must hold at least the query's own key")
@@ -211,16 +223,49 @@ class ModelConfig:
         return max(self.max_model_len, min(reach, LIMITS["max_model_len"]))
 
     @property
+    def expert_parameters(self) -> int:
+        """Entries of all layers' experts, shared ones and routers left out."""
+        if self.experts is None:
+            return 0
+        return self._expert_layers * self.experts.num_experts * 3 * self.d_model * self.experts.d_expert
+
+    @property
+    def _expert_layers(self) -> int:
+        return sum(self.has_experts(layer) for layer in range(self.num_layers))
+
+    @property
     def layer_parameters(self) -> int:
-        """Entries of all layers' matrices: q, k, v, o and the MLP."""
+        """Entries of all layers' matrices: q, k, v, o, the MLP, and routers with all their experts."""
         attention = self.d_model * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp
-        return self.num_layers * (attention + mlp)
+        mlp, sparse = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp, self._expert_layers
+        total = self.num_layers * attention + (self.num_layers - sparse) * mlp + self.expert_parameters
+        if self.experts is not None:
+            total += sparse * self.d_model * (self.experts.num_experts + 3 * self.experts.d_shared)
+        return total
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Entries of the layers' matrices that one token is multiplied with."""
+        return round(self.read_layer_parameters(1))
+
+    def read_layer_parameters(self, tokens: int) -> float:
+        """Entries of the layers' matrices that a step of so many tokens is expected to read.
+
+        Experts count by the expected share of those in use (`Experts.share_used`).
+        """
+        if self.experts is None:
+            return float(self.layer_parameters)
+        return self.layer_parameters - self.expert_parameters * (1.0 - self.experts.share_used(tokens))
 
     @property
     def num_parameters(self) -> int:
         """Entries of the layers' matrices and the embeddings; norms, biases and positions are not counted."""
         return self.layer_parameters + (1 if self.tie_embeddings else 2) * self.vocab_size * self.d_model
+
+    @property
+    def active_parameters(self) -> int:
+        """Entries that one token is multiplied with: of the layers and the output matrix."""
+        return self.active_layer_parameters + self.vocab_size * self.d_model
 
     @property
     def num_groups(self) -> int:
@@ -231,6 +276,10 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor on the scores before the soft cap."""
         return self.query_scale or self.head_dim**-0.5
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts in place of one MLP."""
+        return self.experts is not None and self.experts.in_layer(layer)
 
     def window(self, layer: int) -> int | None:
         """Keys a query of this layer may see, its own included; None is all."""
@@ -275,8 +324,9 @@ class ModelConfig:
                 f"{unknown[0]!r}: not a field of a model config; was it written by a later version?"
             )
         kwargs = dict(values)
-        if kwargs.get("rope_scaling") is not None:
-            kwargs["rope_scaling"] = _scaling_from(kwargs["rope_scaling"])
+        for name, part in (("rope_scaling", RopeScaling), ("experts", Experts)):
+            if kwargs.get(name) is not None:
+                kwargs[name] = _nested(name, part, kwargs[name])
         try:
             for name in ("eos_token_ids", "windows", "rope_layers"):
                 kwargs[name] = tuple(kwargs.get(name, ()))
@@ -339,24 +389,20 @@ def _check_kinds(cls: Any, values: Mapping[str, Any]) -> None:
             raise ModelError(f"{field.name}={value!r}: must be of kind {field.type}; write it again")
 
 
-def _scaling_from(values: Any) -> RopeScaling:
+def _nested(field: str, part: Any, values: Any) -> Any:
+    """A nested dataclass from the table that `to_dict` wrote of it."""
     if not isinstance(values, Mapping):
-        raise ModelError(f"rope_scaling={values!r}: must be a table; write it again")
-    known = {f.name for f in fields(RopeScaling)}
+        raise ModelError(f"{field}={values!r}: must be a table; write it again")
+    known = {f.name: f for f in fields(part)}
     for name in values:
         if name not in known:
-            raise ModelError(f"rope_scaling {name!r}: not a field; was it written by a later version?")
-    scaling = dict(values)
-    scaling["divisors"] = tuple(scaling.get("divisors", ()))
-    _check_kinds(RopeScaling, scaling)
-    return RopeScaling(**scaling)
-
-
-def _check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    rule = f"above {above:g}" if above is not None else f"at least {least:g}"
-    fits = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    if not (fits and (above is None or value > above) and (least is None or value >= least)):
-        raise ModelError(f"{name}={value!r}: must be a finite number {rule}; check the model's files")
+            raise ModelError(f"{field} {name!r}: not a field; was it written by a later version?")
+    kwargs = dict(values)
+    for name, value in values.items():
+        if isinstance(value, list) and known[name].type in _ITEMS:
+            kwargs[name] = tuple(value)
+    _check_kinds(part, kwargs)
+    return part(**kwargs)
 
 
 _KINDS_OF_FILES = {
@@ -379,11 +425,3 @@ def kind_of_file(head: bytes) -> str | None:
     if head[8:10] in (b'{"', b"{}", b"{ "):
         return "a safetensors file; put it into a folder with its config.json"
     return next((kind for start, kind in _KINDS_OF_FILES.items() if head.startswith(start)), None)
-
-
-def check_range(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ModelError, naming the field, unless its value is a whole number from low to high."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ModelError(
-            f"{name}={value!r}: must be a whole number in [{low}, {high}]; check the model's files"
-        )

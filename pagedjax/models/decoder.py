@@ -20,6 +20,7 @@ from flax import nnx
 
 from pagedjax.kernels import KVPool, RaggedBatch, doors, paged_attention, write_kv
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.experts import ExpertMlp
 from pagedjax.models.layers import (
     Linear,
     Mlp,
@@ -46,17 +47,21 @@ class Attend(Protocol):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention and MLP (or experts), each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None, layer: int = 0
+    ) -> None:
         c = config
         self.attn_norm = Norm(c.d_model, c, dtype)
         self.qkv = Linear(c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype, bias=c.qkv_bias)
         self.out = Linear(c.num_heads * c.head_dim, c.d_model, dtype, bias=c.out_bias, summed_over=axis)
         self.mlp_norm = Norm(c.d_model, c, dtype)
-        self.mlp = Mlp(c, dtype, axis)
-        self.q_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
-        self.k_norm = Norm(c.head_dim, c, dtype) if c.qk_norm else None
+        self.mlp = ExpertMlp(c, dtype, axis) if c.has_experts(layer) else Mlp(c, dtype, axis)
+        self.sinks = param((c.num_heads,), dtype) if c.sinks else None
+        whole_q, whole_k = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
+        self.q_norm = Norm(whole_q * c.head_dim, c, dtype) if c.qk_norm else None
+        self.k_norm = Norm(whole_k * c.head_dim, c, dtype) if c.qk_norm else None
         self.attn_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
         self.mlp_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
 
@@ -66,7 +71,10 @@ class Block(nnx.Module):
         heads = self.qkv(x).reshape(x.shape[0], n + 2 * k, h)
         q, keys, values = jnp.split(heads, [n, n + k], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, keys = self.q_norm(q), self.k_norm(keys)
+            if config.qk_norm_whole:
+                q, keys = (y.reshape(x.shape[0], -1) for y in (q, keys))
+            q = self.q_norm(q).reshape(x.shape[0], n, h)
+            keys = self.k_norm(keys).reshape(x.shape[0], k, h)
         return q, keys, values
 
 
@@ -85,13 +93,18 @@ class Decoder(nnx.Module):
         if config.positions == "learned":
             self.position_embed = param((config.max_model_len, config.d_model), dtype)
         for layer in range(config.num_layers):
-            setattr(self, layer_name(layer), Block(config, dtype, axis))
+            setattr(self, layer_name(layer), Block(config, dtype, axis, layer))
         self.final_norm = Norm(config.d_model, config, dtype)
         # A leaf of its own even where it is tied: loaders then put the embedding's array in both places.
         self.lm_head = Linear(config.d_model, config.vocab_size, dtype)
 
-    def __call__(self, tokens: Array, positions: Array, kv: Any, attend: Attend) -> tuple[Array, Any]:
-        """tokens, positions i32[T] → hidden f[T, D] after the final norm, and kv with this step's rows."""
+    def __call__(
+        self, tokens: Array, positions: Array, kv: Any, attend: Attend, num_tokens: Array | None = None
+    ) -> tuple[Array, Any]:
+        """tokens, positions i32[T] → hidden f[T, D] after the final norm, and kv with this step's rows.
+
+        Entries from num_tokens i32[] on are padding, which no expert sees.
+        """
         config = self.config
         x = self._embed(tokens)
         x = x * jnp.asarray(config.embed_scale, x.dtype)
@@ -107,7 +120,8 @@ class Decoder(nnx.Module):
             mixed, kv = attend(layer, q, k, v, kv)
             mixed = block.out(mixed.reshape(x.shape[0], -1))
             x = x + (mixed if block.attn_post_norm is None else block.attn_post_norm(mixed))
-            mixed = block.mlp(block.mlp_norm(x))
+            normed = block.mlp_norm(x)
+            mixed = block.mlp(normed, num_tokens) if isinstance(block.mlp, ExpertMlp) else block.mlp(normed)
             x = x + (mixed if block.mlp_post_norm is None else block.mlp_post_norm(mixed))
         return self.final_norm(x), kv
 
@@ -255,6 +269,10 @@ def forward(
                 f"pool of K={heads[0]}, H={heads[1]}: this model has K={config.num_kv_heads}, H={config.head_dim}"
             )
 
+    def sinks_of(layer: int) -> Array | None:
+        sinks = getattr(decoder, layer_name(layer)).sinks
+        return None if sinks is None else sinks[...]
+
     def attend(
         layer: int, q: Array, k: Array, v: Array, kv: tuple[KVPool, ...]
     ) -> tuple[Array, tuple[KVPool, ...]]:
@@ -269,11 +287,12 @@ def forward(
             scale=config.attention_scale,
             window=config.window(layer),
             soft_cap=config.attn_soft_cap or None,
+            sinks=sinks_of(layer),
             implementation=implementation,
         )
         return mixed, (*kv[:group], written, *kv[group + 1 :])
 
-    hidden, pools = decoder(tokens, positions, pools, attend)
+    hidden, pools = decoder(tokens, positions, pools, attend, batches[0].query_start_loc[-1])
     return hidden, pools[0] if isinstance(pool, KVPool) else pools
 
 

@@ -71,7 +71,7 @@ class Norm(nnx.Module):
         return wide.astype(x.dtype)
 
 
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -82,15 +82,18 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Mlp(nnx.Module):
     """down(act(gate x) * up x) with gate and up in one matrix, or down(act(up x))."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None) -> None:
-        width = 2 * config.d_mlp if config.gated_mlp else config.d_mlp
-        self.up = Linear(config.d_model, width, dtype, bias=config.mlp_bias)
-        self.down = Linear(config.d_mlp, config.d_model, dtype, bias=config.mlp_bias, summed_over=axis)
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, axis: str | None = None, width: int | None = None
+    ) -> None:
+        width = config.d_mlp if width is None else width
+        up = 2 * width if config.gated_mlp else width
+        self.up = Linear(config.d_model, up, dtype, bias=config.mlp_bias)
+        self.down = Linear(width, config.d_model, dtype, bias=config.mlp_bias, summed_over=axis)
         self.gated = config.gated_mlp
         self.activation = config.activation
 
     def __call__(self, x: Array) -> Array:
-        act = _ACTIVATIONS[self.activation]
+        act = ACTIVATION_FUNCTIONS[self.activation]
         hidden = self.up(x)
         if self.gated:
             gate, up = jnp.split(hidden, 2, axis=-1)

@@ -6,6 +6,9 @@ Letters as in `kernels/layout.py`; n devices, device d. A leaf is cut along one 
     head columns  columns of `out`          device d: the columns of its query heads
     mlp           rows of gate and up       device d: F/n rows of gate | the same rows of up
     mlp columns   columns of `down`         device d: the same F/n columns
+    experts       rows of every expert's gate and up, columns of its `down`: as the MLP's, every device a part of each
+    shared        as the MLP's
+    sinks         one number a query head   device d: its own heads'
     vocabulary    rows of both embeddings   device d: ceil(V/n) tokens from d * ceil(V/n), the last ones padded with 0
     whole         norms, positions, biases behind a sum
 
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from pagedjax.models.config import ModelConfig, ModelError
+from pagedjax.models.mixture import Experts
 
 AXIS = "model"  # the mesh axis along which weights and pools are cut
 Piece = tuple[int, int]  # entries start to stop of the one-device leaf, along the axis that is cut
@@ -62,8 +66,7 @@ class Cut:
         c, n = self.config, self.devices
         if n not in possible_devices(c):
             raise ModelError(
-                f"{self.setting}={n}: {c.num_heads} query heads, {c.num_kv_heads} KV heads and an MLP of "
-                f"{c.d_mlp} must be dealt out evenly; try {_one_of(possible_devices(c))}"
+                f"{self.setting}={n}: {_dealt(c)} must be dealt out evenly; try {_one_of(possible_devices(c))}"
             )
 
     @property
@@ -94,10 +97,16 @@ class Cut:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             d_mlp=self.config.d_mlp // self.devices,
+            experts=self._local_experts,
             vocab_size=self.tokens,
             bos_token_id=None,
             eos_token_ids=(),
         )
+
+    @property
+    def _local_experts(self) -> Experts | None:
+        e, n = self.config.experts, self.devices
+        return None if e is None else replace(e, d_expert=e.d_expert // n, d_shared=e.d_shared // n)
 
     def first_kv_head(self, device: int) -> int:
         """Of the KV heads that a device holds."""
@@ -120,8 +129,29 @@ class Cut:
 
 def possible_devices(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of devices to which a model can be dealt out."""
-    N, K, F = config.num_heads, config.num_kv_heads, config.d_mlp
-    return tuple(n for n in range(1, N + 1) if N % n == 0 and F % n == 0 and (K % n == 0 or n % K == 0))
+    if config.qk_norm_whole:
+        return (1,)
+    N, K, widths = config.num_heads, config.num_kv_heads, _mlp_widths(config)
+    return tuple(
+        n
+        for n in range(1, N + 1)
+        if N % n == 0 and not any(F % n for F in widths) and (K % n == 0 or n % K == 0)
+    )
+
+
+def _mlp_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Of the MLPs that the layers have: one for all, that of every expert, the shared one."""
+    e = config.experts
+    dense = () if all(config.has_experts(layer) for layer in range(config.num_layers)) else (config.d_mlp,)
+    return dense if e is None else (*dense, e.d_expert, *((e.d_shared,) if e.d_shared else ()))
+
+
+def _dealt(config: ModelConfig) -> str:
+    """What has to be dealt out, in words."""
+    if config.qk_norm_whole:
+        return "a norm over all heads of a token"
+    widths = " and ".join(map(str, _mlp_widths(config)))
+    return f"{config.num_heads} query heads, {config.num_kv_heads} KV heads and an MLP of {widths}"
 
 
 def _one_of(numbers: tuple[int, ...]) -> str:
@@ -153,14 +183,44 @@ def _head_columns(cut: Cut, device: int) -> list[Piece]:
     return [_part(cut.config.num_heads * cut.config.head_dim, cut.devices, device)]
 
 
+def _sinks(cut: Cut, device: int) -> list[Piece]:
+    return [_part(cut.config.num_heads, cut.devices, device)]
+
+
 def _mlp(cut: Cut, device: int) -> list[Piece]:
-    F = cut.config.d_mlp
+    return _gate_and_up(cut, cut.config.d_mlp, device)
+
+
+def _gate_and_up(cut: Cut, F: int, device: int) -> list[Piece]:
     start, stop = _part(F, cut.devices, device)
     return [(start, stop), (F + start, F + stop)] if cut.config.gated_mlp else [(start, stop)]
 
 
 def _mlp_columns(cut: Cut, device: int) -> list[Piece]:
     return [_part(cut.config.d_mlp, cut.devices, device)]
+
+
+def _mixture(cut: Cut) -> Experts:
+    assert cut.config.experts is not None, "only models with experts have such leaves"
+    return cut.config.experts
+
+
+def _experts(cut: Cut, device: int) -> list[Piece]:
+    e = _mixture(cut)
+    one = _gate_and_up(cut, e.d_expert, device)
+    return [(2 * e.d_expert * i + a, 2 * e.d_expert * i + b) for i in range(e.num_experts) for a, b in one]
+
+
+def _expert_columns(cut: Cut, device: int) -> list[Piece]:
+    return [_part(_mixture(cut).d_expert, cut.devices, device)]
+
+
+def _shared(cut: Cut, device: int) -> list[Piece]:
+    return _gate_and_up(cut, _mixture(cut).d_shared, device)
+
+
+def _shared_columns(cut: Cut, device: int) -> list[Piece]:
+    return [_part(_mixture(cut).d_shared, cut.devices, device)]
 
 
 def _vocabulary(cut: Cut, device: int) -> list[Piece]:
@@ -171,6 +231,11 @@ def _vocabulary(cut: Cut, device: int) -> list[Piece]:
 RULES = (
     Rule("heads", 0, _heads, (("qkv", "weight"), ("qkv", "bias"))),
     Rule("head columns", 1, _head_columns, (("out", "weight"),)),
+    Rule("sinks", 0, _sinks, (("sinks",),)),
+    Rule("experts", 0, _experts, (("expert_up", "weight"), ("expert_up", "bias"))),
+    Rule("expert columns", 1, _expert_columns, (("expert_down", "weight"),)),
+    Rule("shared", 0, _shared, (("shared", "up", "weight"), ("shared", "up", "bias"))),
+    Rule("shared columns", 1, _shared_columns, (("shared", "down", "weight"),)),
     Rule("mlp", 0, _mlp, (("up", "weight"), ("up", "bias"))),
     Rule("mlp columns", 1, _mlp_columns, (("down", "weight"),)),
     Rule("vocabulary", 0, _vocabulary, (("embed",), ("lm_head", "weight"))),

@@ -66,7 +66,7 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> d
         elif name.endswith("bias"):
             values *= 0.2
         elif name.endswith("weight"):
-            values *= (2 if name.endswith("out/weight") else 1) / math.sqrt(leaf.shape[1])
+            values *= (2 if name.endswith("out/weight") else 1) / math.sqrt(leaf.shape[-1])
         set_leaf(params, tuple(name.split("/")), values)
     if config.tie_embeddings:
         params["lm_head"]["weight"] = params["embed"]

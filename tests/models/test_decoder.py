@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pagedjax.models import abstract_params, make_decoder
+from pagedjax.models.mixture import Experts
 from pagedjax.models.weights import flat
 from pagedjax.testing import tiny_config, tiny_params
 
@@ -26,6 +27,28 @@ ROWS = {
         embed_scale=48**0.5,
         query_scale=0.2,
         activation="gelu_tanh",
+    ),
+    "experts": dict(qk_norm=True, qk_norm_whole=True, experts=Experts(6, 2, 24, normalise=True)),
+    "experts_like_deepseek": dict(
+        experts=Experts(
+            12,
+            3,
+            16,
+            layers=(False, True),
+            routing="sigmoid",
+            normalise=True,
+            scale=2.5,
+            choice_bias=True,
+            num_groups=4,
+            groups_per_token=2,
+            group_score="best-two",
+            d_shared=40,
+        )
+    ),
+    "gpt_oss_like": dict(
+        sinks=True,
+        windows=(4, None),
+        experts=Experts(5, 2, 24, routing="softmax-of-chosen", router_bias=True, expert_bias=True, clamp=0.9),
     ),
     "opt_like": dict(
         positions="learned",

@@ -7,6 +7,7 @@ import pytest
 
 from pagedjax.models.config import ModelError
 from pagedjax.models.decoder import abstract_params
+from pagedjax.models.mixture import Experts
 from pagedjax.models.sharding import RULES, Cut, possible_devices, rule_of
 from pagedjax.models.weights import flat
 from pagedjax.testing import tiny_config
@@ -18,6 +19,11 @@ CONFIGS = {
     "biased": (tiny_config(num_heads=8, num_kv_heads=8, **BIASED), (2, 4, 8)),
     "normed": (tiny_config(num_heads=4, num_kv_heads=1, qk_norm=True, post_norms=True), (2, 4)),
 }
+MIXED = Experts(
+    6, 2, 24, layers=(False, True), choice_bias=True, expert_bias=True, router_bias=True, d_shared=40
+)
+CONFIGS["experts"] = (tiny_config(num_heads=8, sinks=True, experts=MIXED), (2, 4, 8))
+EXPERTS_ONLY = {"sinks", "experts", "expert columns", "shared", "shared columns"}
 CASES = [(name, n) for name, (_, counts) in CONFIGS.items() for n in counts]
 
 
@@ -45,7 +51,7 @@ def test_parts_make_a_smaller_decoder_and_add_up_to_the_model(name, n):
                 held[start:stop] += 1
         copies = cut.kv_copies if rule.name == "heads" else 1
         assert held.min() == 1 and held.max() == copies, (leaf, held)
-    assert seen == {rule.name for rule in RULES}
+    assert seen | (set() if config.experts else EXPERTS_ONLY) == {rule.name for rule in RULES}
 
 
 @pytest.mark.parametrize(("name", "n"), CASES)
@@ -74,6 +80,8 @@ def test_a_devices_query_heads_read_the_kv_heads_that_it_holds(name, n):
         (dict(num_heads=8, num_kv_heads=2, d_mlp=80), 3, ("tensor_parallel=3", "try 1, 2, 4 or 8")),
         (dict(num_heads=12, num_kv_heads=6, d_mlp=96), 4, ("try 1, 2, 3, 6 or 12",)),
         (dict(num_heads=8, num_kv_heads=2, d_mlp=81), 2, ("an MLP of 81", "try 1")),
+        (dict(num_heads=8, experts=Experts(6, 2, 30, d_shared=44)), 4, ("an MLP of 30 and 44", "try 1 or 2")),
+        (dict(num_heads=8, qk_norm=True, qk_norm_whole=True), 2, ("a norm over all heads", "try 1")),
     ],
 )
 def test_numbers_that_do_not_divide_are_refused_with_those_that_do(changes, n, parts):

@@ -21,6 +21,7 @@ from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, paged_attention, write_kv
 from pagedjax.models import forward, logits, make_decoder
+from pagedjax.models.mixture import Experts
 from pagedjax.models.sharding import AXIS
 from pagedjax.runtime import Bucket, Buckets, JaxRunner, sample_tokens
 from pagedjax.runtime.mesh import DeviceMesh, OneDevice, make_place
@@ -39,6 +40,11 @@ MODELS = {
     "tied": tiny_config(
         num_heads=8, num_kv_heads=8, tie_embeddings=True, norm="layer", positions="learned", gated_mlp=False,
         qkv_bias=True, out_bias=True, mlp_bias=True, post_norms=True, activation="gelu",
+    ),
+    "experts": tiny_config(
+        num_heads=8, num_kv_heads=2, sinks=True, experts=Experts(
+            6, 2, 24, layers=(False, True), routing="sigmoid", normalise=True, choice_bias=True, router_bias=True,
+            expert_bias=True, d_shared=40),
     ),
 }  # fmt: skip
 _rng = np.random.default_rng(3)
@@ -179,6 +185,7 @@ FEW = [
     ("untied", 8, "radix", 5, "none", "penalties", 1),
     ("windows", 4, "hash", 5, "swap", "greedy", 0),
     ("windows", 4, "radix", 16, "recompute", "logprobs", 0),
+    ("experts", 4, "hash", 5, "swap", "greedy", 0),
 ]
 
 

@@ -72,7 +72,8 @@ class SharedPrefix(NamedTuple):
 
     Attributes:
         rows: Numbers of the rows in the plan.
-        num_tokens: Tokens read once.
+        num_tokens: Tokens that these rows share. Of prefixes one within another, the longer one's are read once from
+            where the shorter one ends.
         group: KV group.
     """
 

@@ -7,22 +7,56 @@ states merge exactly, since softmax over a union of keys is the log-sum-exp mean
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Where working a shared prefix once begins to pay (docs/kernels.md, "Break-even").
+# Rows from which a group is looked for.
 MIN_GROUP_ROWS = 4
+# Groups that a row may be in: a system prompt, a conversation's beginning, its samples, and one more.
+MAX_LEVELS = 4
+# The costs below are in reads of so many keys of one row.
+_COST_KEYS = 128
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What working a shared prefix once costs beside one read of it, in reads of 128 keys by one row.
+
+    Attributes:
+        min_rows: Fewer never pay.
+        group: A group, whatever its size.
+        row: Each of its rows: its queries and its part of the result.
+        chunk: Each shared chunk.
+        row_chunk: Each shared chunk and row.
+    """
+
+    min_rows: int
+    group: float
+    row: float
+    chunk: float
+    row_chunk: float
+
+
+# By device class. On CPU measured, on TPU counted in bundles and bytes (docs/kernels.md, "Break-even").
+GROUP_COSTS = {
+    "cpu": GroupCost(MIN_GROUP_ROWS, group=0.0, row=1.0, chunk=3.5, row_chunk=0.0),
+    "tpu": GroupCost(MIN_GROUP_ROWS, group=16.0, row=0.25, chunk=0.0, row_chunk=1 / 80),
+}
 # Shared tokens from which on → the group's reads that are left out, as a share of the rows the program has room for.
 MIN_GROUP_SHARES = ((4096, 0.4), (512, 2 / 3))
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows that share their first chunks.
+    """Rows that share their first chunks; a larger group around them works those that it shares.
 
     Attributes:
         rows: i32[at least 2], decode rows.
@@ -32,46 +66,97 @@ class PrefixGroup:
     rows: np.ndarray
     num_chunks: int
 
-    @property
-    def saved_chunks(self) -> int:
-        """Chunk reads that working the group at once leaves out."""
-        return (len(self.rows) - 1) * self.num_chunks
-
 
 def find_groups(
-    tables: np.ndarray, lens: np.ndarray, block_size: int, chunk_tokens: int, max_groups: int, min_rows: int
+    tables: np.ndarray,
+    lens: np.ndarray,
+    block_size: int,
+    chunk_tokens: int,
+    max_groups: int,
+    min_rows: int,
+    *,
+    max_levels: int = 1,
+    cost: Callable[[int, int], float] = lambda rows, chunks: 0.0,
 ) -> list[PrefixGroup]:
-    """Disjoint groups of rows with equal leading block ids, the most saving first.
+    """Groups of rows with equal leading block ids, the most saving first; disjoint, or one within another.
 
     Equal ids are the only evidence used: reference counts also count tables that are not in this step.
-    A row's last token never belongs to a group, and only whole chunks do. Rows that share more among themselves
-    than with a further one stay without it where that saves more: eight that share 4,096 tokens, and 256 with a
-    ninth, are a group of eight.
+    A row's last token never belongs to a group, and only whole chunks do. A group within another works what its rows
+    share beyond the other's chunks. Of one level, rows that share more among themselves than with a further one stay
+    without it where that saves more: eight that share 4,096 tokens, and 256 with a ninth, are a group of eight.
 
     Args:
         tables: i32[n, M].
         lens: i32[n], KV lengths.
         max_groups: Groups the compiled program has room for.
         min_rows: Fewer rows than this gain nothing: the break-even, at least 2.
+        max_levels: Groups that a row may be in.
+        cost: What working so many rows' shared chunks at once costs, (rows, chunks) → chunk reads. A group that saves
+            no more is none.
     """
     per_chunk = chunk_tokens // block_size
     whole = (lens - 1) // chunk_tokens
     if per_chunk == 0 or not len(lens) or np.count_nonzero(whole > 0) < min_rows:
         return []
     candidates = np.flatnonzero(whole > 0)
-    nodes = _shared_prefixes(tables, whole, candidates, 0, per_chunk, min_rows)
-    groups: list[PrefixGroup] = []
-    free = np.ones(len(lens), bool)
-    while nodes and len(groups) < max_groups:
-        best = max(nodes, key=lambda group: group.saved_chunks)  # the first of equals: the shallower one
-        groups.append(best)
-        free[best.rows] = False
-        nodes = [
-            PrefixGroup(left, group.num_chunks)
-            for group in nodes
-            if len(left := group.rows[free[group.rows]]) >= min_rows
-        ]
-    return groups
+    nodes = [
+        _Node(sum(1 << int(row) for row in group.rows), group.num_chunks)
+        for group in _shared_prefixes(tables, whole, candidates, 0, per_chunk, min_rows)
+    ]
+    chosen: list[_Node] = []
+    while nodes and len(chosen) < max_groups:
+        nodes = [left for node in nodes if (left := _room_for(node, chosen, max_levels, min_rows))]
+        gains = [_gain(node, chosen, cost) for node in nodes]
+        if not gains or max(gains) <= 0:
+            break
+        best = gains.index(max(gains))  # the first of equals: the shallower one
+        chosen.append(nodes.pop(best))
+    return [
+        PrefixGroup(np.array([i for i in range(len(lens)) if node.rows >> i & 1], np.int32), node.num_chunks)
+        for node in chosen
+    ]
+
+
+class _Node(NamedTuple):
+    """A candidate for a group: a bit for each of its rows, and the chunks that they share."""
+
+    rows: int
+    num_chunks: int
+
+    def within(self, other: _Node) -> bool:
+        return self.rows & other.rows == self.rows and self.num_chunks > other.num_chunks
+
+
+def _room_for(node: _Node, chosen: Sequence[_Node], max_levels: int, min_rows: int) -> _Node | None:
+    """The node as it may join the groups that are chosen: whole, without their rows, or not at all."""
+    around, inside = _around(node, chosen), [c for c in chosen if c.within(node)]
+    others = [c for c in chosen if c not in around and c not in inside]
+    deep = max((1 + len(_around(c, inside)) for c in inside), default=0)
+    if len(around) + 1 + deep <= max_levels and not any(c.rows & node.rows for c in others):
+        return node
+    free = node.rows & ~functools.reduce(operator.or_, (c.rows for c in chosen), 0)
+    return _Node(free, node.num_chunks) if free.bit_count() >= min_rows else None
+
+
+def _around(node: _Node, chosen: Sequence[_Node]) -> list[_Node]:
+    return [c for c in chosen if node.within(c)]
+
+
+def _gain(node: _Node, chosen: Sequence[_Node], cost: Callable[[int, int], float]) -> float:
+    """Chunk reads that one more group leaves out, less what it costs; -inf where it costs more than it saves."""
+
+    def value(group: _Node, first: int) -> float:
+        rows, chunks = group.rows.bit_count(), group.num_chunks - first
+        return (rows - 1) * chunks - cost(rows, chunks)
+
+    first = max((c.num_chunks for c in _around(node, chosen)), default=0)
+    own = value(node, first)
+    inside = [c for c in chosen if c.within(node)]
+    outer = [c for c in inside if not _around(c, inside)]  # they begin where this one ends
+    left = [value(c, node.num_chunks) for c in outer]
+    if own <= 0 or min(left, default=1) <= 0:
+        return -math.inf
+    return own + sum(left) - sum(value(c, first) for c in outer)
 
 
 def _shared_prefixes(
@@ -107,29 +192,31 @@ def _shared_prefixes(
     return found
 
 
-def group_that_pays(
-    tables: np.ndarray, lens: np.ndarray, block_size: int, chunk_tokens: int, bucket: int
-) -> PrefixGroup | None:
-    """The rule by which an engine works a step's most shared prefix once; None: row by row is quicker.
-
-    The product over a group's keys is worked for all rows that the program has room for, and what it leaves out is the
-    group's own reads but one. So the group has to be a good part of them (docs/kernels.md, "Break-even").
+def groups_that_pay(
+    tables: np.ndarray, lens: np.ndarray, block_size: int, chunk_tokens: int, max_groups: int, device: str
+) -> list[PrefixGroup]:
+    """The rule by which an engine works shared prefixes once: groups whose reads left out outweigh what they cost.
 
     Args:
         tables: i32[n, M] of the decode rows.
         lens: i32[n], their KV lengths.
         block_size: B.
         chunk_tokens: Keys per decode item.
-        bucket: Sd, decode rows of the compiled program.
+        max_groups: Groups that the program has room for.
+        device: "cpu", "tpu" or "gpu"; where no cost is known of it nothing pays (docs/kernels.md, "Break-even").
     """
-    if len(lens) < MIN_GROUP_ROWS or MIN_GROUP_SHARES[0][1] * bucket > len(lens) - 1:
-        return None
-    for group in find_groups(tables, lens, block_size, chunk_tokens, 1, MIN_GROUP_ROWS):
-        shared = group.num_chunks * chunk_tokens
-        share = next((share for least, share in MIN_GROUP_SHARES if shared >= least), math.inf)
-        if len(group.rows) - 1 >= share * bucket:
-            return group
-    return None
+    price = GROUP_COSTS.get(device)
+    if price is None or len(lens) < price.min_rows:
+        return []
+    unit = _COST_KEYS / chunk_tokens
+
+    def cost(rows: int, chunks: int) -> float:
+        each = price.chunk + price.row_chunk * rows
+        return (price.group + price.row * rows) * unit + each * chunks
+
+    return find_groups(
+        tables, lens, block_size, chunk_tokens, max_groups, price.min_rows, max_levels=MAX_LEVELS, cost=cost
+    )
 
 
 def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -107,7 +107,16 @@ def make_pool(layout: KVLayout, fill: float = 0.0) -> KVPool:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["row", "start", "num_items", "skip", "group_of", "group_row", "group_chunks", "num_groups"],
+    data_fields=[
+        "row",
+        "start",
+        "num_items",
+        "skip",
+        "group_rows",
+        "group_first",
+        "group_chunks",
+        "num_groups",
+    ],
     meta_fields=["window"],
 )
 @dataclass(frozen=True)
@@ -119,10 +128,11 @@ class DecodeList:
         start: i32[W], first token position of the item, a multiple of chunk_tokens.
         num_items: i32[].
         skip: i32[Sd], first chunk of each row that has an item: those before it lie behind the window
-            or are worked by the row's group.
-        group_of: i32[Sd], the row's shared-prefix group, or -1.
-        group_row: i32[Wg], a row of each group, whose table names the shared blocks.
-        group_chunks: i32[Wg], chunks that the group's rows share.
+            or are worked by the row's groups.
+        group_rows: i32[Wg, Sd], the rows of each shared-prefix group side by side; Sd is none. Any row's table names
+            the shared blocks.
+        group_first: i32[Wg], first chunk that the group works: where the larger group around it ends.
+        group_chunks: i32[Wg], chunks that the group's rows share; the last it works is the one before.
         num_groups: i32[].
         window: Keys a query sees, its own included; None sees all. Static.
     """
@@ -131,8 +141,8 @@ class DecodeList:
     start: Any
     num_items: Any
     skip: Any
-    group_of: Any
-    group_row: Any
+    group_rows: Any
+    group_first: Any
     group_chunks: Any
     num_groups: Any
     window: int | None = None
@@ -206,7 +216,7 @@ class RaggedBatch:
                 every key.
         """
         by_window = {work.window: work for work in self.decode_lists}
-        if window not in by_window and by_window[None].group_row.shape[0]:
+        if window not in by_window and by_window[None].group_rows.shape[0]:
             raise ValueError(
                 f"window={window}: must be planned where groups are; add it to plan_ragged's windows"
             )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedjax.cache.rules import check_block_size
-from pagedjax.kernels.cascade import MIN_GROUP_ROWS, PrefixGroup, find_groups
+from pagedjax.kernels.cascade import MAX_LEVELS, MIN_GROUP_ROWS, PrefixGroup, find_groups
 from pagedjax.kernels.layout import DecodeList, RaggedBatch
 
 CHUNK_TOKENS = 256
@@ -33,6 +33,7 @@ def plan_ragged(
     tile_queries: int = TILE_QUERIES,
     max_groups: int = 0,
     min_group_rows: int = MIN_GROUP_ROWS,
+    max_group_levels: int = MAX_LEVELS,
     groups: Sequence[PrefixGroup] | None = None,
 ) -> RaggedBatch:
     """Plans one step.
@@ -52,6 +53,7 @@ def plan_ragged(
         max_groups: Wg, most shared-prefix groups of decode rows that are worked at once; 0 compiles no
             such part. Layers with a window never use it.
         min_group_rows: Rows from which a group pays.
+        max_group_levels: How deep groups may lie within one another, at least 1.
         groups: Groups of the decode rows that were found already, at most `max_groups`; None: found here.
 
     Returns:
@@ -62,7 +64,7 @@ def plan_ragged(
             id that no pool has, or a size is out of its range.
     """
     check_block_size(block_size)
-    _check_sizes(windows, chunk_tokens, tile_queries, max_groups, min_group_rows)
+    _check_sizes(windows, chunk_tokens, tile_queries, max_groups, min_group_rows, max_group_levels)
     qlens = _int32("query_lens", query_lens)
     lens = _int32("seq_lens", seq_lens)
     tables = np.asarray(block_tables)
@@ -100,7 +102,11 @@ def plan_ragged(
     if groups is None:
         decodes = full_tables[:num_decodes], lens[:num_decodes]
         groups = (
-            find_groups(*decodes, block_size, chunk_tokens, max_groups, min_group_rows) if max_groups else []
+            find_groups(
+                *decodes, block_size, chunk_tokens, max_groups, min_group_rows, max_levels=max_group_levels
+            )
+            if max_groups
+            else []
         )
     if len(groups) > max_groups:
         raise ValueError(f"groups: {len(groups)} given, must be at most max_groups={max_groups}")
@@ -149,15 +155,21 @@ def _decode_list(
     """Chunks of every row, row by row, less those behind the window and those that a group works."""
     n = len(lens)
     skip = np.zeros(Sd, np.int32)
-    group_of = np.full(Sd, -1, np.int32)
-    group_row = np.zeros(max_groups if window is None else 0, np.int32)
-    group_chunks = np.zeros_like(group_row)
+    group_rows = np.full((max_groups if window is None else 0, Sd), Sd, np.int32)
+    group_first, group_chunks = np.zeros((2, len(group_rows)), np.int32)
     if window is not None:
         skip[:n] = np.maximum(lens - window, 0) // chunk_tokens
-    for index, group in enumerate(groups):
+    # The larger before the smaller within it, which begins where that one ends.
+    for index, group in enumerate(sorted(groups, key=lambda group: group.num_chunks)):
+        before = skip[group.rows]
+        if (before != before[0]).any() or group.num_chunks <= before[0]:
+            raise ValueError(
+                f"groups: rows {group.rows.tolist()} have {before.tolist()} chunks worked by other groups, and share "
+                f"{group.num_chunks}: groups must be disjoint, or one within the other and deeper"
+            )
+        group_rows[index, : len(group.rows)] = group.rows
+        group_first[index], group_chunks[index] = before[0], group.num_chunks
         skip[group.rows] = group.num_chunks
-        group_of[group.rows] = index
-        group_row[index], group_chunks[index] = group.rows[0], group.num_chunks
     first = skip[:n]
     counts = -(-lens // chunk_tokens) - first
     total = int(counts.sum())
@@ -171,7 +183,7 @@ def _decode_list(
         begins = np.cumsum(counts) - counts - first
         start[:total] = (np.arange(total) - np.repeat(begins, counts)) * chunk_tokens
     num_items, num_groups = np.array(total, np.int32), np.array(len(groups), np.int32)
-    return DecodeList(row, start, num_items, skip, group_of, group_row, group_chunks, num_groups, window)
+    return DecodeList(row, start, num_items, skip, group_rows, group_first, group_chunks, num_groups, window)
 
 
 def _tiles(
@@ -220,7 +232,12 @@ def _check_rows(
 
 
 def _check_sizes(
-    windows: Sequence[int | None], chunk_tokens: int, tile_queries: int, max_groups: int, min_group_rows: int
+    windows: Sequence[int | None],
+    chunk_tokens: int,
+    tile_queries: int,
+    max_groups: int,
+    min_group_rows: int,
+    max_group_levels: int,
 ) -> None:
     if chunk_tokens < 1 or chunk_tokens & (chunk_tokens - 1):
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be a power of two; try {CHUNK_TOKENS}")
@@ -230,6 +247,8 @@ def _check_sizes(
         raise ValueError(
             f"max_groups={max_groups}, min_group_rows={min_group_rows}: must be at least 0 and 2"
         )
+    if max_group_levels < 1:
+        raise ValueError(f"max_group_levels={max_group_levels}: must be at least 1")
     for window in windows:
         if window is not None and window < 1:
             raise ValueError(f"windows={tuple(windows)}: must be at least 1 (the query's own key) or None")

@@ -9,6 +9,7 @@ the lengths, not the compiled shape.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ State = tuple[jax.Array, ...]
 # One iteration's gathered keys, and as much again of values. With less, a matrix product is too small for XLA:CPU to
 # spread over the cores that gathered it, and half of it is read out of another core's cache; with more, out of memory.
 _GROUP_BYTES = 2 << 20
+# The fewest rows that a product over a shared prefix has room for.
+_LEAST_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,11 @@ def with_groups(
 ) -> State:
     """The state of the decode rows, their groups' shared chunks joined."""
     work = ragged.decode_list(params.window)
-    if not work.group_row.shape[0]:
+    if not work.group_rows.shape[0]:
         return part
     queries = scaled_queries(q[: ragged.decode_bucket], pool, params.scale)
     shared = _shared(queries, pool, layer, ragged, work, params)
-    return _merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
+    return merge(*(jnp.stack(pair, axis=1) for pair in zip(part, shared)))
 
 
 def _over(state: State, part: State) -> State:
@@ -285,42 +288,66 @@ def _shared(
     ragged: RaggedBatch,
     work: DecodeList,
     params: Params,
-) -> tuple[jax.Array, ...]:
+) -> State:
     """Partial state of the decode rows over their groups' shared chunks; NEG where a row is in none.
 
-    Each group's keys are gathered once and meet the queries of all rows in one product; states of rows
-    outside the group are thrown away. All of these keys are written, and every row sees them all.
+    A group's keys are gathered once and meet the queries of its rows in one product, which has room for the next power
+    of two of rows. All of these keys are written, and every row of the group sees them all.
     """
     Sd, K, G, H = queries.shape
     chunk = ragged.chunk_tokens
-    flat = queries.transpose(1, 0, 2, 3).reshape(K, Sd * G, H)
+    sizes = [size for size in (_LEAST_GROUP << i for i in range(Sd.bit_length())) if size < Sd] + [Sd]
 
-    def one_group(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        row = work.group_row[i][None]
+    def one_group(i: jax.Array, state: State) -> State:
+        rows = work.group_rows[i]
 
-        def one_chunk(j: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            acc, m, l = part
-            start = (j * chunk)[None]
-            k = _gather(pool, layer, ragged.block_tables, row, start, chunk, 0)[0].astype(jnp.float32)
-            v = _gather(pool, layer, ragged.block_tables, row, start, chunk, K)[0].astype(jnp.float32)
-            scores = _cap(_dot("kmh,kth->kmt", flat, k), params.soft_cap)
-            top = jnp.maximum(m, scores.max(axis=-1))
-            shrink = jnp.exp(m - top)
-            p = jnp.exp(scores - top[..., None])
-            return acc * shrink[..., None] + _dot("kmt,kth->kmh", p, v), top, l * shrink + p.sum(axis=-1)
+        def of_size(size: int) -> State:
+            packed = jnp.minimum(rows[:size], Sd - 1)
+            q = queries[packed].swapaxes(0, 1).reshape(K, size * G, H)
 
-        part = lax.fori_loop(0, work.group_chunks[i], one_chunk, no_state((K, Sd * G), H))
-        member = work.group_of == i
-        merged = []
-        for old, new in zip(state, part):
-            by_row = new.reshape(K, Sd, G, *new.shape[2:]).swapaxes(0, 1)
-            merged.append(jnp.where(member.reshape(Sd, *(1 for _ in by_row.shape[1:])), by_row, old))
-        return tuple(merged)
+            def one_chunk(j: jax.Array, part: State) -> State:
+                acc, m, l = part
+                start = (j * chunk)[None]
+                k = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk, 0)[0]
+                scores = _cap(_dot("kmh,kth->kmt", q, k.astype(jnp.float32)), params.soft_cap)
+                top = jnp.maximum(m, scores.max(axis=-1))
+                shrink = jnp.exp(m - top)
+                p = jnp.exp(scores - top[..., None])
+                v = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk, K)[0]
+                out = _dot("kmt,kth->kmh", p, v.astype(jnp.float32))
+                return acc * shrink[..., None] + out, top, l * shrink + p.sum(axis=-1)
+
+            none = no_state((K, size * G), H)
+            part = lax.fori_loop(work.group_first[i], work.group_chunks[i], one_chunk, none)
+            by_place = (x.reshape(K, size, G, *x.shape[2:]).swapaxes(0, 1) for x in part)
+            return of_rows(rows, tuple(by_place))
+
+        num_rows = (rows < Sd).sum(dtype=jnp.int32)
+        which = sum((num_rows > size).astype(jnp.int32) for size in sizes[:-1])
+        mine = lax.switch(which, [functools.partial(of_size, size) for size in sizes])
+        return merge(*(jnp.stack(pair, axis=1) for pair in zip(state, mine)))
 
     return lax.fori_loop(0, work.num_groups, one_group, no_state((Sd, K, G), H))
 
 
-def _merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> State:
+def of_rows(rows: jax.Array, state: State) -> State:
+    """The states of all Sd decode rows from those of a group's, which lie side by side.
+
+    Args:
+        rows: i32[Sd], a row of `DecodeList.group_rows`.
+        state: Of as many as are in the group at least.
+    """
+    Sd = rows.shape[0]
+    mine = rows[None, : state[1].shape[0]] == jnp.arange(Sd, dtype=jnp.int32)[:, None]
+    # By reading: XLA:CPU writes row by row, 15 us each.
+    place, has = jnp.argmax(mine, axis=1), mine.any(axis=1)
+    empty = no_state((1, *state[1].shape[1:]), state[0].shape[-1])
+    return tuple(
+        jnp.where(has.reshape(Sd, *(1 for _ in x.shape[1:])), x[place], none) for x, none in zip(state, empty)
+    )
+
+
+def merge(acc: jax.Array, m: jax.Array, l: jax.Array) -> State:
     """One partial state from those along axis 1; a part with m = NEG counts nothing."""
     top = m.max(axis=1)
     weight = jnp.where(seen_any(m, l), jnp.exp(m - top[:, None]), 0)

@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.engine import Sequence, SharedPrefix, StepPlan
 from pagedjax.engine.shapes import Bucket
 from pagedjax.kernels import RaggedBatch, doors, plan_ragged
-from pagedjax.kernels.cascade import PrefixGroup, find_groups, group_that_pays
+from pagedjax.kernels.cascade import MAX_LEVELS, PrefixGroup, find_groups, groups_that_pay
 from pagedjax.kernels.plan import CHUNK_TOKENS
 from pagedjax.runtime.sampling import SAMPLING_DTYPES, SamplingBatch
 
@@ -59,22 +59,23 @@ def check_batch(batch: StepBatch) -> None:
 
 def shared_prefixes(
     plan: StepPlan,
-    bucket: Bucket,
     mode: str,
     *,
     block_size: int,
     windows: Seq[Seq[int | None]],
     chunk_tokens: int,
+    device: str,
 ) -> tuple[SharedPrefix, ...]:
     """The prefixes that a step's decode rows should work once, by the `runtime.prefix_groups` setting.
 
-    Layers with a window read too little of a long prefix to share it.
+    One may lie within another: of the rows that share a prefix, some share more. Layers with a window read too little
+    of a long prefix to share it.
 
     Args:
         plan: Rows with one token first.
-        bucket: Its shapes.
         mode: "auto", "on" or "off".
         block_size, windows, chunk_tokens: As for `pack`.
+        device: "cpu", "tpu" or "gpu", for "auto".
     """
     num_decodes = 0 if mode == "off" else sum(row.num_tokens == 1 for row in plan.rows)
     if num_decodes < 2:
@@ -86,10 +87,9 @@ def shared_prefixes(
             continue
         args = (table[:num_decodes], lens, block_size, chunk_tokens)
         if mode == "auto":
-            best = group_that_pays(*args, bucket.num_decodes)
-            groups = [] if best is None else [best]
+            groups = groups_that_pay(*args, MAX_GROUPS, device)
         else:
-            groups = find_groups(*args, MAX_GROUPS, 2)
+            groups = find_groups(*args, MAX_GROUPS, 2, max_levels=MAX_LEVELS)
         found += [SharedPrefix(tuple(g.rows.tolist()), g.num_chunks * chunk_tokens, number) for g in groups]
     return tuple(found)
 

@@ -17,6 +17,7 @@ from pagedjax.engine import SharedPrefix, StepResult
 from pagedjax.engine.shapes import Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, native
+from pagedjax.kernels.layout import device_class
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
@@ -127,7 +128,7 @@ class JaxRunner:
             pack, table_width=self._table_width, **shapes
         )
         self._shared: Callable[..., tuple[SharedPrefix, ...]] = functools.partial(
-            shared_prefixes, mode=prefix_groups, **shapes
+            shared_prefixes, mode=prefix_groups, device=device_class(), **shapes
         )
 
         def run_decoder(
@@ -252,7 +253,7 @@ class JaxRunner:
         if not plan.rows:
             return StepResult([], [], copied - started, copy_s=copy_s, compile_s=compiling.seconds)
         bucket = self.buckets.smallest(plan)
-        shared = self._shared(plan, bucket)
+        shared = self._shared(plan)
         batch = self._pack(plan, bucket, shared=shared)
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())

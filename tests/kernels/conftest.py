@@ -106,7 +106,7 @@ def build_step(
     tile_queries: int = 8,
     poison: str = "kv",
     table_seed: int = 0,
-    share: int = 0,
+    share: int | list[tuple[range, int]] = 0,
     scale: float | None = None,
     **params: Any,
 ) -> Step:
@@ -114,7 +114,8 @@ def build_step(
 
     Args:
         poison: Which halves of unwritten slots are NaN: "k", "v" or "kv"; the rest is 0.
-        share: Leading tokens (whole blocks) that all rows have in common, in the same blocks.
+        share: Leading tokens (whole blocks) that all rows have in common, in the same blocks; or a tree of them: the
+            rows that share, and up to which token, the larger sets of rows first.
     """
     if dtype == "float16" and not float16_compiles():
         pytest.skip("float16: XLA has no conversions for a CPU without F16C")
@@ -125,24 +126,39 @@ def build_step(
     T, S, Sd = buckets or (total + 3, n + 1, min(n, query_lens.count(1)))
     blocks = [-(-length // B) for length in seq_lens]
     M = table_width or max(1, *blocks)
-    own = [b - share // B for b in blocks]
-    P = 1 + share // B + sum(own) + spare_blocks
+    tree = [(range(n), share)] if isinstance(share, int) else share
+    stems: list[list[int]] = [[] for _ in range(n)]  # by row the numbers of shared blocks
+    num_shared = 0
+    for some, upto in tree:
+        more = [*range(num_shared, num_shared + upto // B - len(stems[some[0]]))]
+        num_shared += len(more)
+        for row in some:
+            stems[row] = [*stems[row], *more]
+    own = [b - len(stem) for b, stem in zip(blocks, stems)]
+    P = 1 + num_shared + sum(own) + spare_blocks
     layout = KVLayout(num_layers, P, B, K, H, dtype)
 
     ids = np.random.default_rng(table_seed).permutation(P - 1).astype(np.int32) + 1
     tables = GARBAGE[np.random.default_rng(1).integers(0, len(GARBAGE), (n, M))]
-    shared, used = ids[: share // B], share // B
+    used = num_shared
     for row, num in enumerate(own):
-        tables[row, : blocks[row]] = np.concatenate([shared, ids[used : used + num]])
+        tables[row, : blocks[row]] = np.concatenate([ids[np.array(stems[row], int)], ids[used : used + num]])
         used += num
 
     def rand(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
 
     q = rand(T, N, H)
-    prefix = rand(share, K, H), rand(share, K, H)
-    keys = [np.concatenate([prefix[0], rand(m - share, K, H)]) if m >= share else None for m in seq_lens]
-    values = [np.concatenate([prefix[1], rand(m - share, K, H)]) if m >= share else None for m in seq_lens]
+    prefix = rand(num_shared, B, K, H), rand(num_shared, B, K, H)
+
+    def side(which: int) -> list[np.ndarray | None]:
+        begins = [prefix[which][np.array(stem, int)].reshape(-1, K, H) for stem in stems]
+        return [
+            np.concatenate([begin, rand(m - len(begin), K, H)]) if m >= len(begin) else None
+            for m, begin in zip(seq_lens, begins)
+        ]
+
+    keys, values = side(0), side(1)
 
     fill = np.zeros(layout.width, np.float32)
     if "k" in poison:

@@ -282,6 +282,33 @@ def test_F062_rows_of_a_few_queries_beside_long_ones(build, check, implementatio
     check(build(lens, seq_lens, buckets=buckets, dtype=dtype_of(implementation), window=45), implementation)
 
 
+# Rows that share, up to which token: one prefix, two halves of it, a few of a half; others share nothing.
+PREFIX_TREES = {
+    1: [(range(6), 64)],
+    2: [(range(6), 32), (range(3), 96), (range(3, 6), 64)],
+    3: [(range(6), 32), (range(4), 64), (range(2), 128), (range(4, 6), 96)],
+}
+
+
+@pytest.mark.parametrize("levels", PREFIX_TREES)
+@pytest.mark.parametrize("implementation", JUDGED)
+def test_shared_prefixes_of_several_levels(build, check, implementation, levels):
+    tree = PREFIX_TREES[levels]
+    step = build(
+        [1] * 7 + [6], [130, 129, 97, 100, 97, 98, 60, 70], share=tree, dtype=dtype_of(implementation),
+        sinks=np.linspace(-1, 1, 6), soft_cap=5.0 if levels == 2 else None, buckets=(24, 9, 8),
+    )  # fmt: skip
+    lens, most = [len(keys) for keys in step.keys], dict(max_groups=4, min_group_rows=2)
+    shared = plan_ragged(step.query_lens, lens, step.tables, **step.plan_args, **most)
+    work = shared.decode_list(None)
+    assert int(work.num_groups) == len(tree)
+    worked = np.zeros(8, int)
+    for some, upto in tree:
+        worked[list(some)] = upto // 32
+    assert work.skip.tolist() == worked.tolist()
+    check(replace(step, ragged=shared), implementation)
+
+
 def test_one_decode_row_and_no_decode_rows(build, check):
     check(build([1], [1], buckets=(1, 1, 1)))
     check(build([1], [9], buckets=(8, 2, 1)))

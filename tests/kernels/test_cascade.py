@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedjax.kernels import merge_states, paged_attention, plan_ragged
-from pagedjax.kernels.cascade import find_groups, group_that_pays
+from pagedjax.kernels.cascade import PrefixGroup, find_groups, groups_that_pay
 
 
 def groups(tables, lens, **change):
@@ -42,22 +42,80 @@ def test_F028_eight_rows_of_a_long_prefix_stay_without_a_ninth_of_a_short_one():
     assert groups(tables, lens, **args) == [(list(range(8)), 16)]
     assert groups(tables[[8, *range(8)]], lens, **args) == [(list(range(1, 9)), 16)]
     assert groups(tables[[0, 8]], lens[:2], **args) == [([0, 1], 1)]
-    best = group_that_pays(tables, lens, 16, 256, 16)
-    assert (best.rows.tolist(), best.num_chunks) == (list(range(8)), 16)
-    assert group_that_pays(tables, lens, 16, 256, 32) is None  # mostly room for others
-    assert group_that_pays(tables[:8, :33], lens[:8] * 0 + 514, 16, 256, 8).num_chunks == 2
-    assert group_that_pays(tables[:8, :33], lens[:8] * 0 + 512, 16, 256, 8) is None  # 256 tokens
-    assert group_that_pays(tables[:3], lens[:3], 16, 256, 3) is None
+    nested = groups(tables, lens, **args, max_levels=2)
+    assert nested == [(list(range(8)), 16), (list(range(9)), 1)]
+
+    def pay(tables, lens, device="cpu"):
+        return [(g.rows.tolist(), g.num_chunks) for g in groups_that_pay(tables, lens, 16, 256, 4, device)]
+
+    assert pay(tables, lens) == [(list(range(8)), 16)]  # and not the ninth's one chunk
+    assert pay(tables[:8, :33], lens[:8] * 0 + 514) == [(list(range(8)), 2)]
+    assert pay(tables[:8, :33], lens[:8] * 0 + 512) == []  # 256 tokens
+    assert pay(tables[:4], lens[:4]) == [] and pay(tables[:5], lens[:5]) == [(list(range(5)), 16)]
+    assert (
+        pay(tables[:4], lens[:4], "tpu") == [(list(range(4)), 16)] and pay(tables[:3], lens[:3], "tpu") == []
+    )
+    assert pay(tables, lens, "gpu") == []
+
+
+def tree(rng, num_rows, width, unit=1):
+    """Random trees of prefixes: a row is a copy of an earlier one up to somewhere, then blocks of its own."""
+    tables = np.zeros((num_rows, width), np.int64)
+    for row in range(num_rows):
+        at = int(rng.integers(0, width // unit + 1)) * unit
+        own = 100 * row + np.arange(at, width) + 1
+        tables[row] = [*tables[int(rng.integers(0, row + 1)), :at], *own]
+    return tables
+
+
+def test_groups_within_groups_leave_out_every_read_that_can_be():
+    """With room for all, what is read is one chunk for each that differs: the judge counts distinct prefixes."""
+    rng = np.random.default_rng(1)
+    deepest = 0
+    for _ in range(100):
+        tables, lens = tree(rng, 12, 12), rng.integers(1, 49, 12)
+        found = find_groups(tables, lens, 4, 8, 12, 2, max_levels=12)
+        skip, reads, levels = np.zeros(12, int), 0, np.zeros(12, int)
+        for group in sorted(found, key=lambda group: group.num_chunks):
+            assert (skip[group.rows] == skip[group.rows[0]]).all()
+            reads += group.num_chunks - skip[group.rows[0]]
+            skip[group.rows] = group.num_chunks
+            levels[group.rows] += 1
+        whole = (lens - 1) // 8
+        assert (skip <= whole).all()
+        reads += int((whole - skip).sum())
+        prefixes = {tuple(tables[row, : 2 * n]) for row in range(12) for n in range(1, whole[row] + 1)}
+        assert reads == len(prefixes)
+        deepest = max(deepest, int(levels.max()))
+        for most in (1, 2, 3):
+            some = find_groups(tables, lens, 4, 8, 12, 2, max_levels=most)
+            for row in range(12):
+                assert sum(row in group.rows for group in some) <= most
+    assert deepest >= 4
+
+
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        (
+            [([0, 1], 2), ([1, 2], 1)],
+            r"rows \[0, 1\] have \[0, 1\] chunks worked by other groups, and share 2",
+        ),
+        ([([0, 1], 2), ([0, 1, 2], 2)], r"rows \[0, 1, 2\] have \[2, 2, 0\]"),
+    ],
+)
+def test_groups_that_are_given_must_be_disjoint_or_nested(build, groups, message):
+    step = build([1] * 3, [70, 71, 97], share=64)
+    given = [PrefixGroup(np.array(rows, np.int32), chunks) for rows, chunks in groups]
+    with pytest.raises(ValueError, match=message):
+        regroup(step, groups=given)
 
 
 def test_F028_the_groups_found_are_disjoint_and_shared():
     """Random trees of prefixes: rows of a group agree in its chunks, no row is in two, none could save more alone."""
     rng = np.random.default_rng(0)
     for _ in range(100):
-        tables = np.zeros((12, 12), np.int64)
-        for row in range(12):  # a copy of an earlier row up to somewhere, then blocks of its own
-            at = int(rng.integers(0, 13))
-            tables[row] = [*tables[int(rng.integers(0, row + 1)), :at], *(100 * row + np.arange(at, 12) + 1)]
+        tables = tree(rng, 12, 12)
         lens = rng.integers(1, 49, 12)
         found = groups(tables, lens, max_groups=12)
         rows = [row for some, _ in found for row in some]

@@ -436,7 +436,7 @@ def test_F028_a_step_whose_rows_share_a_long_prefix_reads_it_once(tiny, make_eng
         assert shared == ((tuple(range(8)), 640, 0),)
         assert (plan.tables[0][:, :40] == plan.tables[0][0, :40]).all()
     assert all(not shared for shared, plan in seen if len(plan.rows) < 4)
-    monkeypatch.setattr(runner, "_shared", lambda plan, bucket: ())
+    monkeypatch.setattr(runner, "_shared", lambda plan: ())
     plain, seen = tokens()
     assert grouped == plain and not any(shared for shared, _ in seen)
     with pytest.raises(ValueError, match="prefix_groups=maybe: must be one of auto, on, off"):

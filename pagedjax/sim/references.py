@@ -69,36 +69,22 @@ class References:
 
 
 class _Buffer:
-    """An array that grows by pieces, and lets go of each while it is put together."""
+    """An array that grows in place: where it is large the system moves its pages, and nothing is held twice."""
 
     def __init__(self, dtype: type) -> None:
-        self._dtype = dtype
-        self._full: list[np.ndarray] = []
-        self._piece: np.ndarray = np.empty(CHUNK, dtype)
+        self._whole: np.ndarray = np.empty(0, dtype)
         self._used = 0
 
     def append(self, values: np.ndarray) -> None:
-        while len(values):
-            room = CHUNK - self._used
-            if not room:
-                self._full.append(self._piece)
-                self._piece, self._used = np.empty(CHUNK, self._dtype), 0
-                continue
-            now = values[:room]
-            self._piece[self._used : self._used + len(now)] = now
-            self._used += len(now)
-            values = values[room:]
+        end = self._used + len(values)
+        if end > len(self._whole):
+            self._whole.resize(end + max(CHUNK, end // 16), refcheck=False)
+        self._whole[self._used : end] = values
+        self._used = end
 
     def joined(self) -> np.ndarray:
-        self._full.append(self._piece[: self._used])
-        whole: np.ndarray = np.empty(sum(map(len, self._full)), self._dtype)
-        at = 0
-        self._full.reverse()
-        while self._full:
-            piece = self._full.pop()
-            whole[at : at + len(piece)] = piece
-            at += len(piece)
-        return whole
+        self._whole.resize(self._used, refcheck=False)
+        return self._whole
 
 
 class _Groups:
@@ -197,6 +183,10 @@ def load_references(
 
 def _dense(raw: np.ndarray) -> np.ndarray:
     """i32[n]: the rank of each value among the distinct ones; `raw` is overwritten."""
+    if len(raw):
+        low, high = int(raw.min()), int(raw.max())
+        if high - low < 2 * len(raw):
+            return _dense_of_near(raw, low, high - low + 1)
     order = np.argsort(raw)
     seen, before, places = -1, None, order
     for at in range(0, len(raw), CHUNK):
@@ -209,6 +199,19 @@ def _dense(raw: np.ndarray) -> np.ndarray:
         raw[places] = ranks  # each place is read once, here
         seen, before = int(ranks[-1]), values[-1]
     del order, places  # a view would hold it
+    return raw.astype(np.int32)
+
+
+def _dense_of_near(raw: np.ndarray, low: int, size: int) -> np.ndarray:
+    """The same by a table of all values from `low` on, as ids counted up in a file have few gaps: no sort."""
+    there = np.zeros(size, bool)
+    for at in range(0, len(raw), CHUNK):
+        there[raw[at : at + CHUNK] - low] = True
+    rank = np.cumsum(there, dtype=np.int32)
+    del there
+    for at in range(0, len(raw), CHUNK):
+        raw[at : at + CHUNK] = rank[raw[at : at + CHUNK] - low] - 1
+    del rank
     return raw.astype(np.int32)
 
 
@@ -228,25 +231,25 @@ def _neighbours(refs: References, *, touched: bool, following: bool) -> np.ndarr
     Time is the reference's number, or with `touched` its place in touch order (each request tail first).
     """
     n = len(refs.keys)
-    codes = np.empty(n, np.int64)
-    for start, end in refs.chunks():
-        keys = refs.keys[start:end].astype(np.int64) << 32
-        if touched:
-            places, _ = mirror(refs.flags[start:end] & FIRST)
-            codes[start + places] = keys | (start + places)
-        else:
-            codes[start:end] = keys | np.arange(start, end)
-    codes.sort()
     found = np.full(n, n if following else -1, np.int32)
-    for at in range(0, n, CHUNK):
-        piece = codes[at : at + CHUNK + 1]
-        same = (piece[1:] >> 32) == (piece[:-1] >> 32)
-        earlier = (piece[:-1] & 0xFFFFFFFF)[same]
-        later = (piece[1:] & 0xFFFFFFFF)[same]
+    last = np.full(refs.num_distinct, -1, np.int32)  # of each block: when a chunk before used it
+    for start, end in refs.chunks():
+        when = np.arange(start, end)
+        if touched:
+            when = start + mirror(refs.flags[start:end] & FIRST)[0]
+        # One block's uses side by side, in their order.
+        codes = refs.keys[start:end].astype(np.int64) << 32 | when
+        codes.sort()
+        keys, times = codes >> 32, codes & 0xFFFFFFFF
+        new = np.append(True, keys[1:] != keys[:-1])
+        earlier = np.where(new, last[keys], np.roll(times, 1))
         if following:
-            found[earlier] = later
+            some = earlier >= 0
+            found[earlier[some]] = times[some]
         else:
-            found[later] = earlier
+            found[times] = earlier
+        ends = np.append(new[1:], True)
+        last[keys[ends]] = times[ends]
     return found
 
 

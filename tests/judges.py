@@ -136,7 +136,7 @@ def expert_mlp(x, p, c):
             gate, up = np.split(ups[n] @ x[t] + up_bias[n], 2)
             if e.clamp:
                 gate, up = np.minimum(gate, e.clamp), np.clip(up, -e.clamp, e.clamp)
-                hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+                hidden = (up + 1) * gate / (1 + np.exp(-e.alpha * gate))
             else:
                 hidden = _act(gate, c.activation) * up
             out[t] += weight * (downs[n] @ hidden + down_bias[n])

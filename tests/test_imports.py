@@ -27,7 +27,14 @@ MAY_IMPORT = {
     "pagedjax.models.config_keys": {"pagedjax.models.config"},
     "pagedjax.models.config_parts": {"pagedjax.models.config", "pagedjax.models.config_keys"},
     "pagedjax.models.sharding": {"pagedjax.models.config", "pagedjax.models.mixture"},
+    "pagedjax.models.expert_configs": {
+        "pagedjax.models.config",
+        "pagedjax.models.config_keys",
+        "pagedjax.models.config_parts",
+        "pagedjax.models.mixture",
+    },
     "pagedjax.models.family_configs": {
+        "pagedjax.models.expert_configs",
         "pagedjax.models.config",
         "pagedjax.models.config_keys",
         "pagedjax.models.config_parts",

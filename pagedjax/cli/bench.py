@@ -110,6 +110,18 @@ def record(common: Common, rounds: int) -> None:
     _show(common, {"record": bench.run(rounds=rounds, note=common.note)})
 
 
+@command.command("experts")
+@click.option(
+    "--rounds", type=_COUNT, default=15, show_default=True, help="Times each candidate runs; the best counts."
+)
+@common_options(settings=(), cache_dir=False)
+def experts(common: Common, rounds: int) -> None:
+    """One layer of 64 experts, 8 a token, beside a dense product of the weights of those in use."""
+    from pagedjax.bench import experts as bench
+
+    _show(common, {"experts": bench.run(rounds=rounds, note=common.note)})
+
+
 @command.command("hosts")
 @click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences of a step.")
 @click.option("--context", type=_COUNT, default=512, show_default=True, help="Prompt length in tokens.")

@@ -20,7 +20,6 @@ from pagedjax.models.layers import ACTIVATION_FUNCTIONS, Linear, Mlp, matmul_t, 
 from pagedjax.models.mixture import Experts
 
 Array = jax.Array
-ALPHA = 1.702  # of the sigmoid in experts that clamp
 
 
 def choose(logits: Array, experts: Experts, choice_bias: Array | None = None) -> tuple[Array, Array]:
@@ -36,24 +35,29 @@ def choose(logits: Array, experts: Experts, choice_bias: Array | None = None) ->
     """
     e = experts
     if e.routing == "softmax-of-chosen":
-        best, ids = jax.lax.top_k(logits, e.per_token)
+        best, ids = _best(logits, e.per_token)
         return ids, jax.nn.softmax(best, axis=-1) * e.scale
     scores = jax.nn.sigmoid(logits) if e.routing == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     wanted = scores if choice_bias is None else scores + choice_bias.astype(jnp.float32)[None, :]
     if e.num_groups > 1:
         wanted = _within_groups(wanted, e)
-    _, ids = jax.lax.top_k(wanted, e.per_token)
+    _, ids = _best(wanted, e.per_token)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if e.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return ids, weights * e.scale
 
 
+def _best(scores: Array, count: int) -> tuple[Array, Array]:
+    """The largest of each row and where they stand; zeros of both signs are equal, which `top_k` does not think."""
+    return jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), count)
+
+
 def _within_groups(wanted: Array, e: Experts) -> Array:
     """Scores f32[T, E] with those outside a token's best groups at -inf."""
     grouped = wanted.reshape(-1, e.num_groups, e.num_experts // e.num_groups)
     best, _ = jax.lax.top_k(grouped, 1 if e.group_score == "best" else 2)
-    _, groups = jax.lax.top_k(best.sum(axis=-1), e.groups_per_token)
+    _, groups = _best(best.sum(axis=-1), e.groups_per_token)
     kept = jax.nn.one_hot(groups, e.num_groups, dtype=bool).any(axis=1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
 
@@ -142,7 +146,7 @@ class ExpertMlp(nnx.Module):
         if not clamp:
             return ACTIVATION_FUNCTIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
-        return (up + 1) * gate * jax.nn.sigmoid(gate * ALPHA)
+        return (up + 1) * gate * jax.nn.sigmoid(gate * self.experts.alpha)
 
 
 def _tiles(sorted_ids: Array, num_experts: int, rows: int) -> tuple[Array, Array, Array]:

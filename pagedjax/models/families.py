@@ -25,6 +25,8 @@ class Part:
         head_dim: Not 0: rows of each head pair (2i, 2i + 1); they move to (i, i + head_dim / 2).
         add: Added to every value.
         skip: Rows left out in front.
+        index: Which entry of the file's first axis it is; None: the whole tensor. `shape` is then that entry's.
+        count: Entries of that axis.
     """
 
     name: str
@@ -33,6 +35,13 @@ class Part:
     head_dim: int = 0
     add: float = 0.0
     skip: int = 0
+    index: int | None = None
+    count: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        return self.shape if self.index is None else (self.count, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,12 @@ class Names:
         position_skip: Rows in front of the learned positions that no token uses.
         ignored: Tensors that carry nothing for the decoder, as endings of their names.
         optional_prefix: In front of every name but lm_head's; a file saved without its head leaves it out.
+        router, choice_bias, sinks: Of layers that have them; the last two name whole tensors.
+        expert_up, expert_down: Templates of each expert's tensors with {e}; without it one tensor holds all experts
+            along its first axis, and its bias is a tensor named with expert_bias behind it.
+        expert_transpose: Such a tensor's matrices are [in, out].
+        expert_pairs: Rows of gate and up alternate in the one fused tensor.
+        shared_up, shared_down: Of the MLP that all tokens use.
     """
 
     embed: str
@@ -79,6 +94,17 @@ class Names:
     position_skip: int = 0
     ignored: tuple[str, ...] = ()
     optional_prefix: str = ""
+    router: str = ""
+    choice_bias: str = ""
+    sinks: str = ""
+    expert_up: tuple[str, ...] = ()
+    expert_down: str = ""
+    expert_weight: str = ".weight"
+    expert_bias: str = ".bias"
+    expert_transpose: bool = False
+    expert_pairs: bool = False
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
 
 
 _LLAMA_HF = Names(
@@ -94,6 +120,12 @@ _LLAMA_HF = Names(
     lm_head="lm_head",
     ignored=("rotary_emb.inv_freq",),
     optional_prefix="model.",
+    router="mlp.gate",
+    choice_bias="mlp.gate.e_score_correction_bias",
+    expert_up=("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    expert_down="mlp.experts.{e}.down_proj",
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
 )
 _LLAMA_GGUF = Names(
     embed="token_embd",
@@ -108,6 +140,13 @@ _LLAMA_GGUF = Names(
     lm_head="output",
     adjacent_pairs=True,
     ignored=("rope_freqs.weight",),
+    router="ffn_gate_inp",
+    choice_bias="exp_probs_b.bias",
+    sinks="attn_sinks.weight",
+    expert_up=("ffn_gate_exps", "ffn_up_exps"),
+    expert_down="ffn_down_exps",
+    shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down="ffn_down_shexp",
 )
 
 _QK_NORMS_HF: dict[str, Any] = dict(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
@@ -116,6 +155,23 @@ _GEMMA_HF: dict[str, Any] = dict(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
     norm_add=1.0,
+)
+_MIXTRAL_HF = replace(
+    _LLAMA_HF,
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    expert_down="block_sparse_moe.experts.{e}.w2",
+)
+_GPT_OSS_HF = replace(
+    _LLAMA_HF,
+    sinks="self_attn.sinks",
+    router="mlp.router",
+    expert_up=("mlp.experts.gate_up_proj",),
+    expert_down="mlp.experts.down_proj",
+    expert_weight="",
+    expert_bias="_bias",
+    expert_transpose=True,
+    expert_pairs=True,
 )
 _GPT2_HF = Names(
     embed="wte",
@@ -153,6 +209,8 @@ _OPT_HF = Names(
 # GGUF files of the two pair rotary dimensions half a head apart.
 NAMES: dict[tuple[str, str], Names] = {
     ("hf", "llama"): replace(_LLAMA_HF, **_QK_NORMS_HF),
+    ("hf", "mixtral"): _MIXTRAL_HF,
+    ("hf", "gpt_oss"): _GPT_OSS_HF,
     ("hf", "phi3"): replace(_LLAMA_HF, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ("hf", "gemma2"): replace(_LLAMA_HF, **_GEMMA_HF),
     ("hf", "gemma3"): replace(_LLAMA_HF, **_GEMMA_HF, **_QK_NORMS_HF),
@@ -230,17 +288,71 @@ def _layer_leaves(c: ModelConfig, names: Names, layer: int) -> list[Leaf]:
     out = [(prefix + names.out, c.d_model, 0)]
     leaves += _linear(names, (*root, "out"), c.num_heads * c.head_dim, out, c.out_bias)
     leaves += _norm(c, names, (*root, "mlp_norm"), prefix + names.mlp_norm, c.d_model)
-    leaves += _linear(names, (*root, "mlp", "up"), c.d_model, up, c.mlp_bias)
-    leaves += _linear(
-        names, (*root, "mlp", "down"), c.d_mlp, [(prefix + names.down, c.d_model, 0)], c.mlp_bias
-    )
+    if c.has_experts(layer):
+        leaves += expert_leaves(c, names, prefix, (*root, "mlp"))
+    else:
+        leaves += _mlp_leaves(c, names, (*root, "mlp"), up, prefix + names.down, c.d_mlp)
+    if c.sinks:
+        leaves.append(Leaf((*root, "sinks"), (c.num_heads,), (Part(prefix + names.sinks, (c.num_heads,)),)))
     if c.qk_norm:
-        leaves += _norm(c, names, (*root, "q_norm"), prefix + names.q_norm, c.head_dim)
-        leaves += _norm(c, names, (*root, "k_norm"), prefix + names.k_norm, c.head_dim)
+        whole_q, whole_k = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
+        leaves += _norm(c, names, (*root, "q_norm"), prefix + names.q_norm, whole_q * c.head_dim)
+        leaves += _norm(c, names, (*root, "k_norm"), prefix + names.k_norm, whole_k * c.head_dim)
     if c.post_norms:
         leaves += _norm(c, names, (*root, "attn_post_norm"), prefix + names.attn_post_norm, c.d_model)
         leaves += _norm(c, names, (*root, "mlp_post_norm"), prefix + names.mlp_post_norm, c.d_model)
     return leaves
+
+
+def _mlp_leaves(
+    c: ModelConfig, names: Names, root: tuple[str, ...], up: list[tuple[str, int, int]], down: str, width: int
+) -> list[Leaf]:
+    leaves = _linear(names, (*root, "up"), c.d_model, up, c.mlp_bias)
+    return leaves + _linear(names, (*root, "down"), width, [(down, c.d_model, 0)], c.mlp_bias)
+
+
+def expert_leaves(c: ModelConfig, names: Names, prefix: str, root: tuple[str, ...]) -> list[Leaf]:
+    """Router, experts one after the other, and the shared MLP of a layer with experts."""
+    e = c.experts
+    assert e is not None
+    if not names.router:
+        raise ModelError(f"experts: no weight names of this family in such files; have {prefix}… of others")
+    leaves = _linear(
+        names, (*root, "router"), c.d_model, [(prefix + names.router, e.num_experts, 0)], e.router_bias
+    )
+    if e.choice_bias:
+        bias = (e.num_experts,)
+        leaves.append(Leaf((*root, "choice_bias"), bias, (Part(prefix + names.choice_bias, bias),)))
+    fused = 2 * e.d_expert if len(names.expert_up) == 1 else e.d_expert
+    stacks = (
+        ("expert_up", names.expert_up, fused, c.d_model, fused if names.expert_pairs else 0),
+        ("expert_down", (names.expert_down,), c.d_model, e.d_expert, 0),
+    )
+    for leaf, stems, width, d_in, pairs in stacks:
+        rows = e.num_experts * len(stems) * width
+        weight = _stack(names, [prefix + stem for stem in stems], e.num_experts, (width, d_in), pairs)
+        leaves.append(Leaf((*root, leaf, "weight"), (rows, d_in), weight))
+        if e.expert_bias:
+            biases = _stack(names, [prefix + stem for stem in stems], e.num_experts, (width,), pairs)
+            leaves.append(Leaf((*root, leaf, "bias"), (rows,), biases))
+    if e.d_shared:
+        up = [(prefix + name, e.d_shared, 0) for name in names.shared_up]
+        leaves += _mlp_leaves(c, names, (*root, "shared"), up, prefix + names.shared_down, e.d_shared)
+    return leaves
+
+
+def _stack(
+    names: Names, stems: list[str], count: int, shape: tuple[int, ...], pairs: int
+) -> tuple[Part, ...]:
+    """Parts of every expert's weights (two axes) or biases (one), expert by expert."""
+    matrix = len(shape) == 2
+    ending = names.expert_weight if matrix else names.expert_bias
+    if "{e}" in stems[0]:
+        return tuple(Part(stem.format(e=i) + ending, shape) for i in range(count) for stem in stems)
+    turned = matrix and names.expert_transpose
+    stored = shape[::-1] if turned else shape
+    how: dict[str, Any] = dict(transpose=turned, head_dim=pairs, count=count)
+    return tuple(Part(stem + ending, stored, index=i, **how) for i in range(count) for stem in stems)
 
 
 def _linear(

@@ -28,6 +28,7 @@ from pagedjax.models.config_parts import (
     rotary_fields,
     windows_of,
 )
+from pagedjax.models.expert_configs import EXPERT_FAMILIES
 from pagedjax.paths import shipped_file
 
 WHERE = "config.json"
@@ -340,6 +341,7 @@ _LEARNED = (
 _ORIGINAL = "original_max_position_embeddings"
 
 FAMILIES: dict[str, Family] = {
+    **EXPERT_FAMILIES,
     "llama": Family(frozenset((*GATED, _ORIGINAL, "attention_bias", "mlp_bias")), _llama),
     "smollm3": Family(
         frozenset(

@@ -32,7 +32,8 @@ class Experts:
         num_groups, groups_per_token: Experts lie in so many equal groups, a token chooses within the best of them.
         group_score: A group's is its "best" expert's, or the sum of its "best-two".
         router_bias, expert_bias: Which matrices carry a bias.
-        clamp: Not 0: gate and up are cut off there, and an expert is down((up + 1) * gate * sigmoid(1.702 gate)).
+        clamp: Not 0: gate and up are cut off there, and an expert is down((up + 1) * gate * sigmoid(alpha * gate)).
+        alpha: Of experts that clamp.
         d_shared: Width of the MLP that every token uses beside its experts; 0 is none.
 
     Source:
@@ -54,6 +55,7 @@ class Experts:
     router_bias: bool = False
     expert_bias: bool = False
     clamp: float = 0.0
+    alpha: float = 1.702
     d_shared: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Experts:
         check_range("expert groups", self.num_groups, 1, self.num_experts)
         check_range("expert groups per token", self.groups_per_token, 1, self.num_groups)
         check_number("expert scale", self.scale, above=0.0)
+        check_number("expert alpha", self.alpha, above=0.0)
         check_number("expert clamp", self.clamp, least=0.0)
         for name, value, kinds in (
             ("routing", self.routing, ROUTINGS),

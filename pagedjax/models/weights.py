@@ -118,9 +118,9 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
             raise ModelError(
                 f"{name!r} is stored as {info.kind}: weights must be one of {', '.join(STORED)}; convert the file"
             )
-        if info.shape != part.shape:
+        if info.shape != part.stored_shape:
             raise ModelError(
-                f"{name!r} has shape {info.shape}: the config asks for {part.shape}; "
+                f"{name!r} has shape {info.shape}: the config asks for {part.stored_shape}; "
                 "config and weights belong to different models"
             )
     spare = f"{names.lm_head}.weight" if tied else ""
@@ -297,7 +297,7 @@ def _deal(dealer: Dealer, file: TensorFile, leaf: Leaf, dtype: np.dtype, strip_b
     at = 0
     for part in leaf.parts:
         for start, stop in _strips(part, strip_bytes):
-            rows = at + (np.arange(_height(part)) if part.transpose else _rows_of(part, start, stop))
+            rows = at + (_turned_rows(part) if part.transpose else _rows_of(part, start, stop))
             if not parts.wants(rows):
                 continue
             values = _read_strip(file, part, start, stop, dtype)
@@ -320,7 +320,10 @@ def _read_strip(file: TensorFile, part: Part, start: int, stop: int, dtype: np.d
     Raises:
         ModelError: They are not.
     """
-    rows = file.rows(part.name, start, stop)
+    if part.index is None:
+        rows = file.rows(part.name, start, stop)
+    else:
+        rows = file.rows(part.name, part.index, part.index + 1)[0][start:stop]
     if not np.isfinite(rows).all():
         raise ModelError(
             f"{part.name!r} holds values that are not finite numbers: weights must be; "
@@ -345,7 +348,7 @@ def _check_fits(name: str, rows: np.ndarray, add: float, dtype: np.dtype) -> Non
 
 def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:
     rows = part.shape[0]
-    if len(part.shape) == 1:
+    if len(part.shape) == 1 or part.index is not None:  # one of many matrices is small
         return [(part.skip, rows)]
     step = max(1, strip_bytes // (4 * math.prod(part.shape[1:])))
     return [(start, min(start + step, rows)) for start in range(part.skip, rows, step)]
@@ -357,11 +360,19 @@ def _rows_of(part: Part, start: int, stop: int) -> np.ndarray:
     return _half_split(rows, part.head_dim) if part.head_dim else rows - part.skip
 
 
+def _turned_rows(part: Part) -> np.ndarray:
+    """Where the columns of a tensor that holds [in, out] lie among the rows that its part makes."""
+    columns = np.arange(_height(part))
+    return _half_split(columns, part.head_dim) if part.head_dim else columns
+
+
 def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, stop: int) -> None:
-    if part.head_dim:
-        target[_rows_of(part, start, stop)] = rows
+    if part.transpose and part.head_dim:
+        target[_turned_rows(part), start:stop] = rows.T
     elif part.transpose:
         target[:, start:stop] = rows.T
+    elif part.head_dim:
+        target[_rows_of(part, start, stop)] = rows
     else:
         target[start - part.skip : stop - part.skip] = rows
 

@@ -283,8 +283,8 @@ def padded_work(cost: CostModel, sample: StepSample) -> Work:
     pairs = load.keys + load.work
     read = load.keys + load.work / min(TILE, program.num_tokens)
     return Work(
-        flops=2.0 * model.layer_parameters * program.num_tokens + 2.0 * head * program.num_samples,
-        bytes=float((model.layer_parameters + head) * cost.itemsize),
+        flops=2.0 * model.active_layer_parameters * program.num_tokens + 2.0 * head * program.num_samples,
+        bytes=float((model.read_layer_parameters(program.num_tokens) + head) * cost.itemsize),
         attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
         attention_bytes=float((read + program.num_tokens) * cost.kv_bytes_per_token),
     )

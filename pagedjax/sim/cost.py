@@ -258,8 +258,8 @@ class CostModel:
         else:
             moved = read
         return Work(
-            flops=2.0 * model.layer_parameters * tokens + 2.0 * head * samples,
-            bytes=float((model.layer_parameters + head) * self.itemsize),
+            flops=2.0 * model.active_layer_parameters * tokens + 2.0 * head * samples,
+            bytes=float((model.read_layer_parameters(tokens) + head) * self.itemsize),
             attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
             attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * self.held_bytes_per_token),
             tokens=tokens,
@@ -314,8 +314,9 @@ class CostModel:
         compute = spec.flops_per_s * spec.compute_efficiency
         memory = spec.bytes_per_s * spec.bandwidth_efficiency
         head = model.vocab_size * model.d_model
-        flops = 2.0 * model.layer_parameters * rows + 2.0 * head * rows
-        products = max(flops / compute, float((model.layer_parameters + head) * self.itemsize) / memory)
+        flops = 2.0 * model.active_layer_parameters * rows + 2.0 * head * rows
+        num_bytes = float((model.read_layer_parameters(rows) + head) * self.itemsize)
+        products = max(flops / compute, num_bytes / memory)
         read = cached + rows * np.arange(1, count + 1)
         scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
         moved = read - (1 - spec.shared_read) * again * self.block_size if again else read

@@ -40,8 +40,12 @@ def _dense_logits(loaded, ids):
         if config.attn_soft_cap:
             scores = config.attn_soft_cap * np.tanh(scores / config.attn_soft_cap)
         scores[:, (ages < 0) | (ages >= (config.window(layer) or len(ids)))] = -np.inf
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        sinks = (
+            np.asarray(loaded.params[f"layer_{layer:02d}"]["sinks"]) if config.sinks else np.full(1, -np.inf)
+        )
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - top)
         return jnp.asarray(np.einsum("nqk,knh->qnh", weights, v)), kv
 
     hidden, _ = decoder(jnp.asarray(ids), jnp.arange(len(ids)), None, attend)
@@ -56,7 +60,7 @@ def test_frozen_logits(tmp_path, name):
     got = _dense_logits(loaded, ids)
     for at, row in golden["rows"].items():
         np.testing.assert_allclose(got[int(at)], row, atol=1e-4 * np.abs(row).max(), rtol=0)
-    prompt = len(ids) - 32
+    prompt = 24
     assert got[prompt - 1 : -1].argmax(-1).tolist() == ids[prompt:]
 
 

@@ -39,22 +39,33 @@ def stories(data_dir):
 
 
 @pytest.fixture(scope="session")
-def greedy_judge(tiny) -> Callable[[list[int], int], list[int]]:
+def judge_of() -> Callable[[tuple[Any, Any]], Callable[[list[int], int], list[int]]]:
+    """`judge_of((config, params))(prompt, n)`: n greedy tokens by the dense float64 judge."""
+
+    def make(model: tuple[Any, Any]) -> Callable[[list[int], int], list[int]]:
+        config, params = model
+        host = jax.tree.map(np.asarray, params)
+        known: dict[tuple[int, ...], int] = {}
+
+        def decode(prompt: list[int], n: int) -> list[int]:
+            tokens = list(prompt)
+            for _ in range(n):
+                key = tuple(tokens)
+                if key not in known:
+                    known[key] = int(numpy_forward(config, host, tokens)[-1].argmax())
+                tokens.append(known[key])
+            return tokens[len(prompt) :]
+
+        return decode
+
+    judges: dict[int, Callable[[list[int], int], list[int]]] = {}
+    return lambda model: judges.setdefault(id(model), make(model))
+
+
+@pytest.fixture(scope="session")
+def greedy_judge(tiny, judge_of) -> Callable[[list[int], int], list[int]]:
     """`greedy_judge(prompt, n)`: n greedy tokens of the tiny model by the dense float64 judge."""
-    config, params = tiny
-    host = jax.tree.map(np.asarray, params)
-    known: dict[tuple[int, ...], int] = {}
-
-    def decode(prompt: list[int], n: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(n):
-            key = tuple(tokens)
-            if key not in known:
-                known[key] = int(numpy_forward(config, host, tokens)[-1].argmax())
-            tokens.append(known[key])
-        return tokens[len(prompt) :]
-
-    return decode
+    return judge_of(tiny)
 
 
 HOST_BLOCKS = 256  # of every runner; a manager may use fewer

@@ -9,11 +9,14 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from pagedjax.cache import INDEXES, POLICIES, TokenChain
 from pagedjax.engine.request import SamplingParams
+from pagedjax.models.mixture import Experts
+from pagedjax.testing import tiny_config, tiny_params
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "index": tuple(INDEXES),
@@ -68,15 +71,22 @@ def test_the_sample_holds_every_pair():
 
 
 @pytest.fixture
-def check(tiny, make_engine, greedy_judge):
-    """`check(combination)` → counters of the run; asserts the judge's tokens."""
+def check(check_model, tiny):
+    """`check(combination)` → counters of the run on the tiny model; asserts the judge's tokens."""
+    return lambda combination: check_model(tiny, combination)
 
-    def run(combination: tuple[Any, ...]) -> dict[str, int]:
+
+@pytest.fixture
+def check_model(make_engine, judge_of):
+    """`check_model((config, params), combination)`."""
+
+    def run(model: tuple[Any, Any], combination: tuple[Any, ...]) -> dict[str, int]:
+        judge = judge_of(model)
         options = dict(zip(FACTORS, combination, strict=True))
         forced = options.pop("preemption")
         host = 0 if forced in ("none", "recompute") else 200
         engine = make_engine(
-            tiny,
+            model,
             num_blocks=1025 if options["block_size"] == 1 else 130,  # as other tests: programs are shared
             preemption="swap" if forced == "swap" else "recompute",
             host_blocks=host,
@@ -94,7 +104,7 @@ def check(tiny, make_engine, greedy_judge):
         _drain(engine, outputs, forced, rng)
         engine.manager.check_invariants()
         for request_id, prompt in zip(ids, PROMPTS, strict=True):
-            assert list(outputs[request_id].outputs[0].token_ids) == greedy_judge(prompt, NUM_OUTPUT), options
+            assert list(outputs[request_id].outputs[0].token_ids) == judge(prompt, NUM_OUTPUT), options
         stats = engine.manager.stats
         return {
             "hits": stats.hit_tokens,
@@ -127,6 +137,28 @@ def _drain(engine, outputs, forced, rng):
             engine.scheduler._preempt(running[int(rng.integers(len(running)))])
         for output in engine.step():
             outputs[output.request_id] = output
+
+
+# On a model with experts: few, as each compiles programs of its own and what is judged is that rows keep apart.
+WITH_EXPERTS = [
+    ("hash", "lru", 4, 5, "swap", None, True, 0),
+    ("radix", "lru", 4, 16, "recompute", None, True, 1),
+    ("hash", "lru", 4, 64, "none", None, False, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_experts():
+    """(config, params) of the tiny model with experts in both layers, one of them shared."""
+    config = tiny_config(experts=Experts(6, 2, 24, normalise=True, d_shared=24))
+    return config, jax.device_put(tiny_params(config))
+
+
+def test_greedy_tokens_of_a_mixture_are_the_judges(check_model, tiny_experts):
+    totals: Counter[str] = Counter()
+    for combination in WITH_EXPERTS:
+        totals.update(check_model(tiny_experts, combination))
+    assert totals["hits"] and totals["swaps"] and totals["preemptions"]
 
 
 PARTS = 2  # one for each of the two test processes

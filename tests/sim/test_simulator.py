@@ -435,6 +435,15 @@ def test_shapes_match_the_published_sizes() -> None:
     assert opt.kv_bytes_per_token(2) == 2 * 5120 * 40 * 2  # 800 KB, PagedAttention §3
     for name, billions in (("opt-13b", 13.0), ("llama-13b", 13.0), ("llama-3-8b", 8.0)):
         assert read_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    # All and active; of gpt-oss its model card leaves the input embedding out of the active, as here.
+    for name, billions, active in (
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-235b-a22b", 235.0, 22.0),
+        ("gpt-oss-120b", 116.83, 5.13),
+    ):
+        model = read_shape(name)
+        assert model.num_parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+        assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.03), name
     with pytest.raises(ValueError, match="gpt: must be a file, or one of llama-13b"):
         read_shape("gpt")
 
@@ -512,6 +521,22 @@ def test_reading_a_shared_block_again_costs_its_share() -> None:
 
 
 # ------------------------------------------------------------------ slices
+
+
+def test_a_mixture_reads_the_experts_that_a_step_is_expected_to_use() -> None:
+    """By hand, of 128 experts with 8 a token: a batch of 16 reads 64 % of them, and multiplies with 8 a token."""
+    model = read_shape("qwen3-235b-a22b")
+    cost = CostModel(HardwareSpec.read("h100-80gb").idealised(8), model, 16)
+    head, one = model.vocab_size * model.d_model, 94 * 3 * 4096 * 1536
+    beside = model.layer_parameters - 128 * one
+    expected = replace(
+        Work(0, 0, tokens=16, samples=16),
+        flops=2.0 * (beside + 8 * one + head) * 16,
+        bytes=(beside + 128 * one * (1 - (1 - 8 / 128) ** 16) + head) * 2,
+        attention_flops=4.0 * 94 * 64 * 128 * 1616,
+        attention_bytes=float((1616 + 16) * cost.held_bytes_per_token),
+    )
+    assert cost.decode_steps_s(16, 1600, 1)[0] == pytest.approx(cost.seconds(expected, 16), rel=1e-12)
 
 
 def test_a_slice_pays_for_its_links_and_an_idealised_one_does_not() -> None:

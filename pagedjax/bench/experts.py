@@ -63,10 +63,10 @@ def _measure(
     layer: Callable[..., jax.Array], params: dict[str, Any], tokens: int, routing: str, rounds: int
 ) -> dict[str, Any]:
     rng = np.random.default_rng(tokens)
-    x = rng.standard_normal((tokens, WIDTH)).astype(np.float32)
+    drawn = rng.standard_normal((tokens, WIDTH)).astype(np.float32)
     if routing == "alike":
-        x[:] = x[0]
-    x = jnp.asarray(x)
+        drawn[:] = drawn[0]
+    x = jnp.asarray(drawn)
     ids = np.asarray(choose(matmul_t(x, params["router"]["weight"]), EXPERTS)[0])
     used = np.unique(ids)
     candidates: dict[str, Callable[[], jax.Array]] = {

@@ -17,6 +17,7 @@ import numpy as np
 
 from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
 from pagedjax.models.config_keys import GENERATION
+from pagedjax.models.dequantise import unpack
 from pagedjax.models.families import Names, leaves_of, names_for
 from pagedjax.models.family_configs import config_from_hf
 from pagedjax.models.formats import GgufFile, SafetensorsFiles, TensorFile, open_gguf
@@ -137,7 +138,8 @@ def describe_folder(folder: Path) -> Described:
         "Hugging Face folder", tokenizer.eos_sources, sampling, source, (*notes, *tokenizer.notes)
     )
     try:
-        file = _open_safetensors(folder)
+        facts = raw.get("quantization_config")
+        file = unpack(_open_safetensors(folder), facts if isinstance(facts, Mapping) else {})
         config, names = _fit(config, file)
     except ModelError as error:
         method = _quantisation(folder, raw)
@@ -187,7 +189,7 @@ def _generation(
 # ---- weights ---------------------------------------------------------------------------------------------
 
 
-def _fit(config: ModelConfig, file: SafetensorsFiles) -> tuple[ModelConfig, Names]:
+def _fit(config: ModelConfig, file: TensorFile) -> tuple[ModelConfig, Names]:
     """The names under which this file holds the model; a tied pair may lie under either name."""
     names = names_for("hf", config.family, file.tensors)
     embed, head = f"{names.embed}.weight", f"{names.lm_head}.weight"
@@ -202,7 +204,7 @@ def _fit(config: ModelConfig, file: SafetensorsFiles) -> tuple[ModelConfig, Name
     return config, names
 
 
-def _same_tensor(file: SafetensorsFiles, embed: str, head: str) -> None:
+def _same_tensor(file: TensorFile, embed: str, head: str) -> None:
     """Both names of a tied pair must hold the same numbers: which of them counts, nobody says."""
     ours, theirs = file.tensors[embed], file.tensors[head]
     equal = ours.shape == theirs.shape

@@ -9,6 +9,7 @@ names with shape and stored type, and rows of one tensor as numpy arrays.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 import gguf
+import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
@@ -355,13 +357,35 @@ class SafetensorsFiles:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Entries start to stop along the first axis of a tensor, in the stored type."""
+        if self.tensors[name].kind == "F8_E4M3":
+            return self._bytes(name, start, stop).view(ml_dtypes.float8_e4m3fn)
+        return self._part(name, np.s_[start:stop])
+
+    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Columns start to stop of a matrix, in the stored type, one row after the other."""
+        return np.ascontiguousarray(self._part(name, np.s_[:, start:stop]))
+
+    def _part(self, name: str, where: Any) -> np.ndarray:
         info = self.tensors[name]
         # Opened anew each time: the library maps the file, and pages once touched would stay with us.
         try:
             with safe_open(info.path, "numpy") as file:
-                return file.get_slice(name)[start:stop]
+                return file.get_slice(name)[where]
         except (SafetensorError, OSError) as error:
             raise _not_whole(info.path, f"{name}: {error}") from error
+
+    def _bytes(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Entries of a tensor of one byte each, which the library has no numpy type for."""
+        info = self.tensors[name]
+        width = math.prod(info.shape[1:])
+        data = np.empty((stop - start) * width, np.uint8)
+        with open(info.path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            first = file.tell() + header[name]["data_offsets"][0]  # the library has checked them
+            file.seek(first + start * width)
+            if file.readinto(data.data) != data.nbytes:
+                raise _not_whole(info.path, f"{name}: the file ended while it was read")
+        return data.reshape(stop - start, *info.shape[1:])
 
 
 def _safetensors_header(path: Path) -> dict[str, TensorInfo]:

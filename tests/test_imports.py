@@ -40,7 +40,11 @@ MAY_IMPORT = {
         "pagedjax.models.config_parts",
         "pagedjax.paths",
     },
-    "pagedjax.models.gguf_configs": {"pagedjax.models.config", "pagedjax.models.config_keys"},
+    "pagedjax.models.gguf_configs": {
+        "pagedjax.models.config",
+        "pagedjax.models.config_keys",
+        "pagedjax.models.mixture",
+    },
     "pagedjax.models.generation": {"pagedjax.models.config", "pagedjax.models.config_keys"},
     "pagedjax.models.chat": {"jinja2", "pagedjax.models.template_limits"},
     "pagedjax.models.template_limits": {"jinja2"},

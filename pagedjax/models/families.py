@@ -173,6 +173,9 @@ _GPT_OSS_HF = replace(
     expert_transpose=True,
     expert_pairs=True,
 )
+_GEMMA_GGUF: dict[str, Any] = dict(
+    adjacent_pairs=False, attn_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm"
+)
 _GPT2_HF = Names(
     embed="wte",
     position_embed="wpe",
@@ -217,6 +220,10 @@ NAMES: dict[tuple[str, str], Names] = {
     ("hf", "gpt2"): _GPT2_HF,
     ("hf", "opt"): _OPT_HF,
     ("gguf", "llama"): _LLAMA_GGUF,
+    # Gemma's scales are stored whole here. gpt-oss calls the norm in front of its experts by the name of Gemma's.
+    ("gguf", "gemma2"): replace(_LLAMA_GGUF, **_GEMMA_GGUF),
+    ("gguf", "gemma3"): replace(_LLAMA_GGUF, **_GEMMA_GGUF, q_norm="attn_q_norm", k_norm="attn_k_norm"),
+    ("gguf", "gpt_oss"): replace(_LLAMA_GGUF, adjacent_pairs=False, mlp_norm="post_attention_norm"),
     ("gguf", "qwen"): replace(_LLAMA_GGUF, adjacent_pairs=False, q_norm="attn_q_norm", k_norm="attn_k_norm"),
 }
 

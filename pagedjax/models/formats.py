@@ -61,7 +61,20 @@ _MAX_TENSORS = 1 << 16
 _MAX_STRING = 1 << 24
 _MAX_ALIGNMENT = 1 << 16
 
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+QUANTISATIONS = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "MXFP4",
+)
 
 
 class _Header:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
 from pagedjax.models.config_keys import Reader, refuse_key
+from pagedjax.models.mixture import Experts
 
 WHERE = "GGUF metadata"
 
@@ -52,8 +53,6 @@ _COMMON = (
     f"{_SCALING}yarn_attn_factor",
     f"{_SCALING}yarn_log_multiplier",
     "vocab_size",
-    "expert_count",
-    "expert_used_count",
     "attention.causal",
     "attention.sliding_window",
 )
@@ -81,13 +80,14 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise ModelError(f"general.type={kind!r}: must be 'model'; give the GGUF file of a language model")
-    known = {f"{arch}.{key}" for key in (*_COMMON, *_NO_EFFECT)}
+    row = ARCHITECTURES[arch]
+    known = {f"{arch}.{key}" for key in (*_COMMON, *_NO_EFFECT, *row.keys)}
     for key, value in metadata.items():
         if key in known or key in _GENERAL or key.startswith("tokenizer."):
             continue
         if not _ABOUT.fullmatch(key) and not _NOTES.fullmatch(key):
             refuse_key(WHERE, key, value, known)
-    return ARCHITECTURES[arch](Reader(metadata, WHERE, prefix=f"{arch}."))
+    return row.read(Reader(metadata, WHERE, prefix=f"{arch}."))
 
 
 def _vocab_size(r: Reader) -> int:
@@ -135,15 +135,14 @@ def _same(r: Reader, key: str, value: int, meaning: str) -> None:
         r.fail(key, f"must be {value}: {meaning}")
 
 
-def _read(r: Reader, family: str) -> dict[str, Any]:
+def _read(r: Reader, family: str, *, slides: bool = False) -> dict[str, Any]:
     num_heads, d_model = r.whole("attention.head_count"), r.whole("embedding_length")
     check_range("attention.head_count", num_heads, 1, LIMITS["num_heads"])
     head_dim, vocab_size = r.whole("attention.key_length", d_model // num_heads), _vocab_size(r)
     _same(r, "attention.value_length", head_dim, "values are as wide as keys here")
     _same(r, "rope.dimension_count", head_dim, "partly rotated heads are not supported")
-    _same(r, "expert_count", 0, "mixtures of experts are not supported")
-    _same(r, "expert_used_count", 0, "mixtures of experts are not supported")
-    _same(r, "attention.sliding_window", 0, "windows are not supported in GGUF files")
+    if not slides:
+        _same(r, "attention.sliding_window", 0, "layers of this architecture do not slide")
     if not r.flag("attention.causal", True):
         r.fail("attention.causal", "decoders see only the past")
     return dict(
@@ -162,9 +161,25 @@ def _read(r: Reader, family: str) -> dict[str, Any]:
     )
 
 
+def _experts(r: Reader, width: str, *, normalise: bool, **how: Any) -> Experts:
+    """The experts of a file; what llama.cpp does by the architecture is told, what it reads must agree with it."""
+    if r.get("expert_weights_norm") is not None and r.flag("expert_weights_norm", normalise) != normalise:
+        r.fail("expert_weights_norm", f"must be {normalise}, as this architecture has it")
+    scale = r.number("expert_weights_scale", 0.0)
+    if scale not in (0.0, 1.0):
+        r.fail("expert_weights_scale", "must be 1 in this architecture")
+    _same(r, "expert_shared_count", 0, "this architecture shares none")
+    return Experts(
+        r.whole("expert_count"), r.whole("expert_used_count"), r.whole(width), normalise=normalise, **how
+    )
+
+
 def _llama(r: Reader) -> ModelConfig:
     # GGUF has no key for tying: the file leaves the output matrix out, and the loader looks.
-    return ModelConfig(**_read(r, "llama"), tie_embeddings=True)
+    experts = None
+    if r.whole("expert_count", 0):  # Mixtral
+        experts = _experts(r, "feed_forward_length", normalise=True)
+    return ModelConfig(**_read(r, "llama"), tie_embeddings=True, experts=experts)
 
 
 def _smollm3(r: Reader) -> ModelConfig:
@@ -180,9 +195,113 @@ def _qwen3(r: Reader) -> ModelConfig:
     return ModelConfig(**_read(r, "qwen"), tie_embeddings=True, qk_norm=True)
 
 
-ARCHITECTURES: dict[str, Callable[[Reader], ModelConfig]] = {
-    "llama": _llama,
-    "smollm3": _smollm3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+def _qwen3moe(r: Reader) -> ModelConfig:
+    experts = _experts(r, "expert_feed_forward_length", normalise=True)
+    return ModelConfig(**_read(r, "qwen"), tie_embeddings=True, qk_norm=True, experts=experts)
+
+
+def _olmoe(r: Reader) -> ModelConfig:
+    experts = _experts(r, "feed_forward_length", normalise=False)
+    return ModelConfig(
+        **_read(r, "qwen"), tie_embeddings=True, qk_norm=True, qk_norm_whole=True, experts=experts
+    )
+
+
+def _gpt_oss(r: Reader) -> ModelConfig:
+    read = _read(r, "gpt_oss", slides=True)
+    experts = _experts(
+        r,
+        "expert_feed_forward_length",
+        normalise=False,
+        routing="softmax-of-chosen",
+        router_bias=True,
+        expert_bias=True,
+        clamp=7.0,
+    )
+    if read["rope_scaling"] is not None:  # the model's own edges are not rounded
+        read["rope_scaling"] = replace(read["rope_scaling"], truncate=False)
+    return ModelConfig(
+        **read | dict(d_mlp=experts.d_expert),
+        tie_embeddings=True,
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        windows=_sliding(r, read["num_layers"], 2),
+        experts=experts,
+    )
+
+
+def _sliding(r: Reader, num_layers: int, every: int) -> tuple[int | None, ...]:
+    """The window of each layer, where all but each `every`-th slide."""
+    size = r.whole("attention.sliding_window")
+    if size == 0:
+        return ()
+    return tuple(None if (layer + 1) % every == 0 else size for layer in range(num_layers))
+
+
+def _gemma(r: Reader, family: str, largest: int, every: int) -> dict[str, Any]:
+    """Gemma 2 and 3; the largest, known by its number of layers, scales scores by lanes of the model a head."""
+    read = _read(r, family, slides=True)
+    lanes = read["d_model"] // read["num_heads"] if read["num_layers"] == largest else read["head_dim"]
+    return read | dict(
+        tie_embeddings=True,
+        activation="gelu_tanh",
+        post_norms=True,
+        embed_scale=math.sqrt(read["d_model"]),
+        query_scale=lanes**-0.5,
+        windows=_sliding(r, read["num_layers"], every),
+    )
+
+
+def _gemma2(r: Reader) -> ModelConfig:
+    return ModelConfig(
+        **_gemma(r, "gemma2", 46, 2),
+        attn_soft_cap=r.positive("attn_logit_softcapping", 50.0),
+        logit_soft_cap=r.positive("final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(r: Reader) -> ModelConfig:
+    read = _gemma(r, "gemma3", 62, 6)
+    cap = r.number("final_logit_softcapping", 0.0)
+    return ModelConfig(
+        **read,
+        qk_norm=True,
+        logit_soft_cap=cap,
+        local_rope_theta=r.positive("rope.freq_base_swa", 10000.0),
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a general.architecture reads.
+
+    Attributes:
+        read: Makes the config.
+        keys: That it reads beside the common ones.
+    """
+
+    read: Callable[[Reader], ModelConfig]
+    keys: tuple[str, ...] = ()
+
+
+_EXPERTS = (
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "expert_shared_count",
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _EXPERTS),
+    "smollm3": Architecture(_smollm3),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_qwen3),
+    "qwen3moe": Architecture(_qwen3moe, _EXPERTS),
+    "olmoe": Architecture(_olmoe, _EXPERTS),
+    "gpt-oss": Architecture(_gpt_oss, _EXPERTS),
+    "gemma2": Architecture(_gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),
+    "gemma3": Architecture(_gemma3, ("final_logit_softcapping", "rope.freq_base_swa")),
 }

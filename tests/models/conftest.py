@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,15 +69,52 @@ _TO_GGUF = {
     "mlp.down_proj": "ffn_down",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn": "attn_sinks",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_GEMMA_TO_GGUF = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S*?experts)\.(\d+\.)?(\w+)(\.weight)?")
+_PROJECTIONS = dict(w1="gate", w3="up", w2="down", gate_proj="gate", up_proj="up", down_proj="down")
 
 
-def _gguf_name(name: str) -> str:
+def _stacked_experts(tensors):
+    """Experts' tensors under GGUF's names, all of a layer in one; and the other tensors as they were."""
+    stacks, others = {}, {}
+    for name, w in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            others[name] = w
+            continue
+        layer, number, kind = match[2], match[3], match[4]
+        if number is not None:
+            stacks.setdefault(f"blk.{layer}.ffn_{_PROJECTIONS[kind]}_exps.weight", []).append(w)
+            continue
+        # gpt-oss: [E, in, out], gate and up in turns.
+        ending, w = (".bias", w) if kind.endswith("_bias") else (".weight", w.swapaxes(1, 2))
+        parts = {"down": w} if kind.startswith("down") else {"gate": w[:, ::2], "up": w[:, 1::2]}
+        stacks |= {f"blk.{layer}.ffn_{part}_exps{ending}": v for part, v in parts.items()}
+    return {
+        name: np.ascontiguousarray(np.stack(v) if isinstance(v, list) else v) for name, v in stacks.items()
+    }, others
+
+
+def _gguf_name(name: str, arch: str) -> str:
     stem, kind = name.rsplit(".", 1)
+    names = _TO_GGUF | (_GEMMA_TO_GGUF if arch.startswith("gemma") else {})
+    if arch == "gpt-oss":
+        names["post_attention_layernorm"] = "post_attention_norm"
+    if kind == "sinks":
+        kind = "weight"
     if stem.startswith("model.layers."):
         layer, rest = stem.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{layer}.{_TO_GGUF[rest]}.{kind}"
-    return f"{_TO_GGUF[stem]}.{kind}"
+        return f"blk.{layer}.{names[rest]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def _interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
@@ -100,14 +138,33 @@ def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
+    if c.experts is not None:
+        writer.add_expert_count(c.experts.num_experts)
+        writer.add_expert_used_count(c.experts.per_token)
+        writer.add_expert_feed_forward_length(c.experts.d_expert)
+    if c.windows:
+        writer.add_sliding_window(max(w or 0 for w in c.windows))
+    if c.rope_scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(c.rope_scaling.kind))
+        writer.add_rope_scaling_factor(c.rope_scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(c.rope_scaling.original_len)
+    if c.local_rope_theta:
+        writer.add_float32(f"{arch}.rope.freq_base_swa", c.local_rope_theta)
+    if c.attn_soft_cap:
+        writer.add_attn_logit_softcapping(c.attn_soft_cap)
+        writer.add_final_logit_softcapping(c.logit_soft_cap)
     _add_tokenizer(writer, c.vocab_size)
+    stacks, tensors = _stacked_experts(tensors)
+    extra = stacks | (extra or {})
     quant = gguf.GGMLQuantizationType[kind]
     for name, w in tensors.items():
         if arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             w = _interleave(w, c.head_dim)
+        if arch.startswith("gemma") and "norm" in name:
+            w = w + np.float32(1)
         q = quant if w.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(w, q), raw_dtype=q)
-    for name, w in (extra or {}).items():
+        writer.add_tensor(_gguf_name(name, arch), gguf.quants.quantize(w, q), raw_dtype=q)
+    for name, w in extra.items():
         writer.add_tensor(name, w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

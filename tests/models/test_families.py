@@ -78,13 +78,33 @@ def test_names_without_the_outer_prefix(tmp_path, name, prefix):
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [("llama2", "llama"), ("smollm3", "smollm3"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+    ("name", "arch"),
+    [
+        ("llama2", "llama"),
+        ("smollm3", "smollm3"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("gemma2", "gemma2"),
+        ("gemma3", "gemma3"),
+        ("mixtral", "llama"),
+        ("qwen3_moe", "qwen3moe"),
+        ("olmoe", "olmoe"),
+        ("gpt_oss", "gpt-oss"),
+    ],
 )
 def test_gguf_of_a_family_gives_the_same_leaves(tmp_path, write_gguf, name, arch):
     """Names, biases, head norms and the order of rotary pairs of each GGUF architecture."""
     golden = dict(GOLDENS[name])
     if name == "smollm3":  # GGUF has no key for the interval: it is always the published four
         golden["config"] = golden["config"] | {"no_rope_layer_interval": 4, "no_rope_layers": None}
+    # What GGUF has no keys for is what the published models have.
+    fixed = {"gemma2": dict(query_pre_attn_scalar=16), "gemma3": dict(query_pre_attn_scalar=16)}
+    fixed |= {"gpt_oss": dict(swiglu_limit=7.0), "qwen3_moe": dict(mlp_only_layers=[])}
+    golden["config"] = golden["config"] | fixed.get(name, {})
+    if name == "qwen3_moe":
+        shapes = {n: s for n, s in golden["shapes"].items() if "layers.1.mlp." not in n}
+        others = {n: s for n, s in shapes.items() if "layers.0.mlp." in n}
+        golden["shapes"] = shapes | {n.replace("layers.0.", "layers.1."): s for n, s in others.items()}
     folder = _load(tmp_path, golden)
     tensors = seeded_tensors({n: tuple(s) for n, s in golden["shapes"].items()})
     loaded = load_model(write_gguf(tmp_path / "m.gguf", folder.config, tensors, arch=arch), progress=False)

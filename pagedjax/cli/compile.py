@@ -343,6 +343,6 @@ def _bundles(common: Common, targets: tuple[str, ...]) -> int:
     code = 0
     for target in targets:
         args = ["--target", target, *(["--json"] if common.as_json else [])]
-        args += [word for kind in ("decode", "prefill", "short") for word in ("--kind", kind)]
+        args += [word for kind in ("decode", "prefill", "short", "shared") for word in ("--kind", kind)]
         code |= subprocess.run([sys.executable, "-m", "pagedjax.kernels.bundles", *args]).returncode
     return code

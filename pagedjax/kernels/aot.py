@@ -536,6 +536,7 @@ def attention_step(
     num_decodes: int = 8,
     prefill_tokens: int = 0,
     context_tokens: int = 4096,
+    max_groups: int = 0,
     **params: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of one layer, keys written and attended, with its arguments' shapes: for `compile`.
@@ -545,6 +546,7 @@ def attention_step(
         num_decodes: Rows of one token.
         prefill_tokens: Tokens of one further row; 0 leaves it out.
         context_tokens: Longest context, which sets the table's width.
+        max_groups: Shared prefixes that the step has room for.
         **params: Of `paged_attention`, window and soft_cap for instance.
 
     Returns:
@@ -552,7 +554,8 @@ def attention_step(
     """
     T = num_decodes + prefill_tokens
     S = num_decodes + (prefill_tokens > 0)
-    ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, (params.get("window"),))
+    windows = (params.get("window"),)
+    ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, windows, max_groups)
     K, H = layout.num_kv_heads, layout.head_dim
     dtype = jnp.dtype(layout.dtype)
     pool = KVPool(jax.ShapeDtypeStruct(layout.shape, dtype), layout)  # type: ignore[arg-type]
@@ -567,7 +570,13 @@ def attention_step(
 
 
 def abstract_batch(
-    block_size: int, T: int, S: int, Sd: int, context_tokens: int, windows: tuple[int | None, ...] = (None,)
+    block_size: int,
+    T: int,
+    S: int,
+    Sd: int,
+    context_tokens: int,
+    windows: tuple[int | None, ...] = (None,),
+    max_groups: int = 0,
 ) -> RaggedBatch:
     """A ragged batch of these buckets without rows; its shapes are those of any step in them."""
     width = -(-context_tokens // block_size)
@@ -580,4 +589,5 @@ def abstract_batch(
         num_seqs_bucket=S,
         decode_bucket=Sd,
         windows=windows,
+        max_groups=max_groups,
     )

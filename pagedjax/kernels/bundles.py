@@ -217,7 +217,8 @@ def measure(
     """Compile one kernel of one shape and count; libtpu must have been told to dump into `dump`.
 
     Args:
-        kind: "decode", "prefill" (tiles of up to 128 queries) or "short" (up to 16 queries).
+        kind: "decode", "prefill" (tiles of up to 128 queries), "short" (up to 16 queries) or "shared" (a prefix that 16
+            rows share).
     """
     from pagedjax.kernels import aot
     from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, Sizes, Tiling, chip
@@ -228,6 +229,8 @@ def measure(
     layout, tiling = geometry.layout(), Tiling()
     if kind == "decode":
         aot.compile_attention(target, geometry)
+    elif kind == "shared":
+        aot.compile_attention(target, geometry, num_decodes=SHORT_QUERIES, max_groups=1)
     else:
         aot.compile_attention(target, geometry, num_decodes=0, prefill_tokens=4 * tiling.tile_queries)
     name = {"short": "paged_prefill_short"}.get(kind, f"paged_{kind}")
@@ -240,7 +243,7 @@ def measure(
         raise ValueError(f"{len(listings)} listings of the {kind} kernel in {dump}: must be one")
     chunk = tiling.chunk(layout)
     bundles = parse(listings[0].read_text())
-    queries = {"decode": 1, "short": SHORT_QUERIES}.get(kind, 0)
+    queries = {"decode": 1, "short": SHORT_QUERIES, "shared": SHORT_QUERIES}.get(kind, 0)
     if not queries:  # what the kernel chooses for this chip
         with aot.tracing_for(target):
             queries = Sizes(layout, heads[0], False, tiling, chip()).tile_queries(4 * tiling.tile_queries)
@@ -291,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kind",
         action="append",
-        choices=("decode", "prefill", "short"),
+        choices=("decode", "prefill", "short", "shared"),
         help="Repeatable.  [default: decode]",
     )
     parser.add_argument("--json", action="store_true")

@@ -48,7 +48,7 @@ class GroupCost:
 # By device class. On CPU measured, on TPU counted in bundles and bytes (docs/kernels.md, "Break-even").
 GROUP_COSTS = {
     "cpu": GroupCost(MIN_GROUP_ROWS, group=0.0, row=1.0, chunk=3.5, row_chunk=0.0),
-    "tpu": GroupCost(MIN_GROUP_ROWS, group=16.0, row=0.25, chunk=0.0, row_chunk=1 / 80),
+    "tpu": GroupCost(2, group=16.0, row=0.25, chunk=0.0, row_chunk=1 / 80),
 }
 # Shared tokens from which on → the group's reads that are left out, as a share of the rows the program has room for.
 MIN_GROUP_SHARES = ((4096, 0.4), (512, 2 / 3))

@@ -32,7 +32,7 @@ def cut_rows(
     starts, ends = ragged.query_start_loc[:-1], ragged.query_start_loc[1:]
     T, upto = ragged.num_tokens_bucket, jnp.cumsum(counts)
     nth = jnp.arange(most, dtype=jnp.int32)
-    row = _row_of(upto, nth)
+    row = row_of(upto, nth)
     token = starts[row] + before[row] + (nth - (upto - counts)[row]) * size
     num = jnp.where(nth < upto[-1], jnp.clip(ends[row] - token, 0, size), 0)
     first_pos = ragged.seq_lens[row] - ends[row] + token
@@ -41,7 +41,7 @@ def cut_rows(
     return (row, first_pos, first_pos + num, token), tokens
 
 
-def _row_of(upto: jax.Array, nth: jax.Array) -> jax.Array:
+def row_of(upto: jax.Array, nth: jax.Array) -> jax.Array:
     """Which row the nth entry is of, upto i32[S] being the entries of a row and of those before it."""
     row = (upto[None, :] <= nth[:, None]).sum(axis=1, dtype=jnp.int32)
     return jnp.minimum(row, len(upto) - 1)
@@ -83,7 +83,7 @@ def split_rows(ragged: RaggedBatch, window: int | None, spare: int) -> DecodeEnt
     parts = (chunks + per - 1) // per
     upto = jnp.cumsum(parts)
     nth = jnp.arange(Sd + spare, dtype=jnp.int32)
-    row = _row_of(upto, nth)
+    row = row_of(upto, nth)
     first = (work.skip[row] + (nth - (upto - parts)[row]) * per) * chunk
     stop = jnp.where(nth < upto[-1], jnp.minimum(first + per * chunk, lens[row]), 0)
     return DecodeEntries(row, first, stop, upto - parts, parts)

@@ -1,14 +1,13 @@
-"""Ragged paged attention for TPUs (Pallas, Mosaic).
+"""Ragged paged attention for TPUs (Pallas, Mosaic): which entries there are, and the calls that work them.
 
-One kernel body serves decode and prefill: a program is one work entry, some queries of one sequence. It walks
-the chunks of keys they can see; a chunk's blocks come by one hand-written DMA each into one of two buffers,
-while the other is worked. The last chunk of an entry already fetches the first chunk of the next, so that
-short rows leave no gap.
+One program (`tpu_programs`) serves decode rows, prefill and shared prefixes: it works one entry, some queries that see
+keys of one sequence.
 
 Decode entries hold one token: its heads are laid on a block diagonal, [N, K*H], and one contraction with the
 pool's own [tokens, K*H] rows serves all heads. Prefill entries are up to 128 tokens of one row and contract head
 by head; their queries come and their outputs go by DMA, from and to the flat arrays of all tokens, so that nothing
-is padded to tiles outside of the chip. Head dims and head counts need no padding, since heads are slices of lanes.
+is padded to tiles outside of the chip. Entries of a shared prefix are up to 128 rows of a group in the place of
+the tokens, without a causal mask. Head dims and head counts need no padding, since heads are slices of lanes.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.kernels import xla
-from pagedjax.kernels.entries import cut_rows
+from pagedjax.kernels.entries import cut_rows, row_of
 from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows
+from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel
 from pagedjax.kernels.tpu_sizes import LEFT_AT_MOST, SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
@@ -67,8 +66,8 @@ def attend(
     else:
         out, lse = jnp.zeros((T, N, H), pool.data.dtype), jnp.full((T, N), NEG, jnp.float32)
     if Sd:
-        part = _decode(q_pool, call)
-        acc, m, l = xla.with_groups(part, q, pool, layer, ragged, params)
+        parts = [_decode(q_pool, call), *_shared_prefixes(q_pool, call)]
+        acc, m, l = xla.merge(*(jnp.stack(x, axis=1) for x in zip(*parts, strict=True)))
         rows, row_lse = xla.finalise(acc.reshape(Sd, N, H), m.reshape(Sd, N), l.reshape(Sd, N), sinks)
         first = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
         out = out.at[:Sd].set(jnp.where(first[..., None], rows.astype(out.dtype), out[:Sd]))
@@ -113,7 +112,8 @@ class _Call:
 
     def compiler_params(self, shape: TpuShape) -> Any:
         return pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            # The first axis is the cores: each begins and ends by itself.
+            dimension_semantics=("parallel", "arbitrary") if shape.cores > 1 else ("arbitrary",),
             # `read_rows` maps every id into the pool, and the plan every chunk into its table.
             disable_bounds_checks=True,
             vmem_limit_bytes=self.sizes.vmem_limit_bytes(shape),
@@ -162,34 +162,84 @@ def _decode_rows(
 
     Args:
         q: f[W, 1, R, K*H].
+        count: i32[], entries.
 
     Returns:
         (normalised f32[W, 1, R, H], lse f32[W, 1, R], NEG where nothing is seen); undefined from count on.
     """
     W, _, R, lanes = q.shape
     H = shape.head_dim
-    scalars = (*entry, *_chunks(shape, *entry[1:]), count[None], rows)
+    chunks = _chunks(shape, *entry[1:])
+    work = _deal(chunks, count, shape.cores)
+    scalars = (*entry, *chunks, work.bounds, rows)
     out, lse = pl.pallas_call(
-        functools.partial(_decode_kernel, shape=shape),
+        functools.partial(decode_kernel, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(count,),
+            grid=work.grid,
             in_specs=[
-                pl.BlockSpec((None, 1, R, lanes), lambda w, *_: (w, 0, 0, 0)),
+                pl.BlockSpec((None, 1, R, lanes), work.read(4)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
-                pl.BlockSpec((None, 1, R, H), lambda w, *_: (w, 0, 0, 0)),
-                pl.BlockSpec((None, 1, R, LANES), lambda w, *_: (w, 0, 0, 0)),
+                pl.BlockSpec((None, 1, R, H), work.written(4, W)),
+                pl.BlockSpec((None, 1, R, LANES), work.written(4, W)),
             ],
             scratch_shapes=_state_scratch(call, shape, 1, R, lanes),
         ),
-        out_shape=[jax.ShapeDtypeStruct((W, 1, R, n), jnp.float32) for n in (H, LANES)],
+        out_shape=[jax.ShapeDtypeStruct((W + work.spare, 1, R, n), jnp.float32) for n in (H, LANES)],
         compiler_params=call.compiler_params(shape),
         interpret=call.interpret,
         name="paged_decode",
     )(*scalars, q, call.pool.data)
-    return out, lse[..., 0]
+    return out[:W], lse[:W, ..., 0]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Entries dealt out to cores, each core's side by side.
+
+    Attributes:
+        bounds: i32[cores + 1], each core's first entry, and how many there are.
+        grid: Programs.
+        spare: Blocks behind those of the entries: what a core without entries writes.
+    """
+
+    bounds: jax.Array
+    grid: tuple[Any, ...]
+    spare: int
+
+    def read(self, axes: int) -> Callable[..., tuple[Any, ...]]:
+        """An index map over blocks of the entries."""
+        return self._at(axes, 0)
+
+    def written(self, axes: int, spare: int) -> Callable[..., tuple[Any, ...]]:
+        """An index map over blocks that the entries write, and one behind them."""
+        return self._at(axes, spare)
+
+    def _at(self, axes: int, none: int) -> Callable[..., tuple[Any, ...]]:
+        rest = (0,) * (axes - 1)
+        if not self.spare:
+            return lambda w, *_: (w, *rest)
+
+        def at(core: Any, nth: Any, *scalars: Any) -> tuple[Any, ...]:
+            # A core that is through stays at its last block, which so is not written twice.
+            first, end = scalars[-2][core], scalars[-2][core + 1]
+            return (jnp.where(end > first, jnp.minimum(first + nth, end - 1), none), *rest)
+
+        return at
+
+
+def _deal(chunks: tuple[jax.Array, jax.Array], count: jax.Array, cores: int) -> _Work:
+    """Neighbouring entries of about as many chunks, one more for each entry, to every core."""
+    if cores == 1:
+        return _Work(jnp.stack([jnp.zeros_like(count), count]), (count,), 0)
+    first, last = chunks
+    there = jnp.arange(first.shape[0], dtype=jnp.int32) < count
+    upto = jnp.cumsum(jnp.where(there, last - first + 1, 0), dtype=jnp.int32)
+    ends = [(there & (upto * cores <= upto[-1] * core)).sum(dtype=jnp.int32) for core in range(1, cores)]
+    bounds = jnp.stack([jnp.zeros_like(count), *ends, count])
+    return _Work(bounds, (cores, (bounds[1:] - bounds[:-1]).max()), 1)
 
 
 def _chunks(
@@ -233,14 +283,65 @@ def _prefill(q: jax.Array, call: _Call, sinks: jax.Array | None) -> tuple[jax.Ar
             entry, tokens = cut_rows(ragged, counts, before, size, most)
             row, first_pos, stop, token = entry
             first_key = jnp.zeros_like(row) if window is None else jnp.maximum(first_pos - window + 1, 0)
-            entry = (row - first, first_pos, stop, first_key, token)
-            out, part = _prefill_entries(q, rows, entry, counts.sum(), out, sinks, call, size)
+            entry = (row - first, first_pos, stop, first_key, token, stop - first_pos)
+            out, part = _tile_entries(q, rows, entry, counts.sum(), out, sinks, call, call.shape(size))
             lse = lse.at[tokens.reshape(-1)].set(part.reshape(-1, N), mode="drop")
     assert out is not None
     return out, lse
 
 
-def _prefill_entries(
+# ---- shared prefixes -------------------------------------------------------------------------------------
+
+
+def _shared_prefixes(q: jax.Array, call: _Call) -> list[xla.State]:
+    """The state of the decode rows over the shared chunks of each of their groups, [Sd, K, G, …]."""
+    ragged = call.ragged
+    work, (N, H), K = ragged.decode_list(call.params.window), q.shape[1:], call.pool.layout.num_kv_heads
+    num_groups, Sd = work.group_rows.shape
+    if not num_groups:
+        return []
+    shape = call.sizes.shared(ragged.block_tables.shape[1], call.sizes.tile_queries(Sd), call.params)
+    room = -(-Sd // shape.tile)  # tiles
+    states = []
+    for first, last in call.row_groups(num_groups):
+        some = slice(first, last)
+        out, lse = _groups(q, some, room, call, shape)
+        for i, rows in enumerate(work.group_rows[some]):
+            state = (out[i].reshape(-1, K, N // K, H), lse[i].reshape(-1, K, N // K))
+            states.append(xla.of_rows(rows, (*state, jnp.where(state[1] != NEG, 1.0, 0.0))))
+    return states
+
+
+def _groups(
+    q: jax.Array, some: slice, room: int, call: _Call, shape: TpuShape
+) -> tuple[jax.Array, jax.Array]:
+    """(o f32[g, room * tile, N, H], lse f32[g, room * tile, N]) of some groups' rows, side by side."""
+    ragged, tile = call.ragged, shape.tile
+    work, N = ragged.decode_list(call.params.window), q.shape[1]
+    group_rows = work.group_rows[some]
+    count, Sd = group_rows.shape
+    packed = jnp.pad(jnp.minimum(group_rows, Sd - 1), ((0, 0), (0, room * tile - Sd)))
+    size = (group_rows < Sd).sum(axis=1, dtype=jnp.int32)
+    tiles = (size + tile - 1) // tile
+    upto, nth = jnp.cumsum(tiles, dtype=jnp.int32), jnp.arange(count * room, dtype=jnp.int32)
+    group = row_of(upto, nth)
+    within = (nth - (upto - tiles)[group]) * tile
+    stop = work.group_chunks[some][group] * ragged.chunk_tokens
+    first_key = work.group_first[some][group] * ragged.chunk_tokens
+    num = jnp.clip(size[group] - within, 0, tile)
+    entry = (group, stop - 1, stop, first_key, group * (room * tile) + within, num)
+    rows = read_rows(call.pool.layout, call.layer, ragged.block_tables[packed[:, 0]]).reshape(-1)
+    queries = q[packed.reshape(-1)]
+    out, lse = _tile_entries(queries, rows, entry, upto[-1], None, None, call, shape)
+    # Entries lie side by side; tiles without one are read from another's, and no row is there.
+    of_group = jnp.minimum((upto - tiles)[:, None] + jnp.arange(room)[None, :], count * room - 1)
+    return out.reshape(count, room * tile, *q.shape[1:]), lse[of_group].reshape(count, room * tile, N)
+
+
+# ---- tiles of queries ------------------------------------------------------------------------------------
+
+
+def _tile_entries(
     q: jax.Array,
     rows: jax.Array,
     entry: tuple[jax.Array, ...],
@@ -248,65 +349,72 @@ def _prefill_entries(
     out: jax.Array | None,
     sinks: jax.Array | None,
     call: _Call,
-    tile: int,
+    shape: TpuShape,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the prefill kernel over entries (table, first position, stop, first key, first token), each i32[W].
+    """Runs the kernel over entries (table, first position, stop, first key, first token, tokens), each i32[W].
 
     Args:
         q: f[T, N, H].
+        count: i32[], entries.
         out: f[T, N, H], what earlier calls wrote; None is the first call.
 
     Returns:
         (`out` with the entries' tokens written, lse f32[W, tile, N]).
     """
     T, N, H = q.shape
-    shape = call.shape(tile)
-    K, G = N // shape.heads_per_kv, shape.heads_per_kv
-    R, W = tile * G, entry[0].shape[0]
-    scalars = (*entry, *_chunks(shape, *entry[1:4]), count[None], rows)
+    tile, G = shape.tile, shape.heads_per_kv
+    K, R, W = N // G, tile * G, entry[0].shape[0]
+    chunks = _chunks(shape, *entry[1:4])
+    work = _deal(chunks, count, shape.cores)
+    scalars = (*entry, *chunks, work.bounds, rows)
     arrays, specs = [q, call.pool.data], [pl.BlockSpec(memory_space=pl.ANY)] * 2
     if sinks is not None:
         by_row = jnp.repeat(sinks.astype(jnp.float32).reshape(K, 1, G), SHORT_QUERIES, axis=2)
         by_row = jnp.broadcast_to(by_row, (K, tile // SHORT_QUERIES, G * SHORT_QUERIES)).reshape(K, R, 1)
         arrays.append(jnp.broadcast_to(by_row, (K, R, LANES)))
-        specs.append(pl.BlockSpec((K, R, LANES), lambda w, *_: (0, 0, 0)))
+        specs.append(pl.BlockSpec((K, R, LANES), lambda *_: (0, 0, 0)))
     aliases = {}
     if out is not None:
         aliases = {len(scalars) + len(arrays): 0}
         arrays.append(out)
         specs.append(pl.BlockSpec(memory_space=pl.ANY))
     dtype = call.pool.data.dtype
+    out_dtype = dtype if shape.causal else jnp.float32
+    name = "paged_prefill" if tile > SHORT_QUERIES else "paged_prefill_short"
     out, lse = pl.pallas_call(
-        functools.partial(_prefill_kernel, shape=shape, has_out=out is not None),
+        functools.partial(tile_kernel, shape=shape, has_out=out is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(count,),
+            grid=work.grid,
             in_specs=specs,
             out_specs=[
                 pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec((None, K, R), lambda w, *_: (w, 0, 0)),
+                pl.BlockSpec((None, K, R), work.written(3, W)),
             ],
             scratch_shapes=[
                 *_state_scratch(call, shape, K, R, H),
                 pltpu.VMEM((2, tile, N, H), dtype),
-                pltpu.VMEM((tile, N, H), dtype),
+                pltpu.VMEM((tile, N, H), out_dtype),
                 pltpu.VMEM((K, R, H), dtype),
                 pltpu.VMEM((-(-H // LANES) * tile * shape.padded_heads, LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((3,)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((T, N, H), dtype), jax.ShapeDtypeStruct((W, K, R), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((T, N, H), out_dtype),
+            jax.ShapeDtypeStruct((W + work.spare, K, R), jnp.float32),
+        ],
         input_output_aliases=aliases,
         compiler_params=call.compiler_params(shape),
         interpret=call.interpret,
-        name="paged_prefill" if tile > SHORT_QUERIES else "paged_prefill_short",
+        name=name if shape.causal else "paged_shared",
     )(*scalars, *arrays)
     # Rows lie as (16 tokens, head of the group, token).
-    lse = lse.reshape(W, K, tile // SHORT_QUERIES, G, SHORT_QUERIES).transpose(0, 2, 4, 1, 3)
+    lse = lse[:W].reshape(W, K, tile // SHORT_QUERIES, G, SHORT_QUERIES).transpose(0, 2, 4, 1, 3)
     return out, lse.reshape(W, tile, N)
 
 
-# ---- what both are made of -------------------------------------------------------------------------------
+# ---- what all are made of -------------------------------------------------------------------------------
 
 
 def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int, lanes: int) -> list[Any]:
@@ -320,310 +428,3 @@ def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int, lanes: int)
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, lanes), jnp.float32),
     ]
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """The scalars of all entries, in SMEM."""
-
-    table: Any
-    first_pos: Any
-    stop: Any
-    first_key: Any
-    first_chunk: Any
-    last_chunk: Any
-    count: Any
-    rows: Any
-
-
-def _decode_kernel(
-    table: Any, first_pos: Any, stop: Any, first_key: Any, first: Any, last: Any, count: Any, rows: Any,
-    q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, *scratch: Any, shape: TpuShape,
-) -> None:  # fmt: skip
-    entries = _Entries(table, first_pos, stop, first_key, first, last, count, rows)
-    _, _, _, m_ref, l_ref, acc_ref = scratch
-    m_ref[...] = jnp.full_like(m_ref, NEG)
-    l_ref[...] = jnp.zeros_like(l_ref)
-    acc_ref[...] = jnp.zeros_like(acc_ref)
-    _walk(entries, q_ref, pool_ref, scratch, shape)
-    m, l, acc = m_ref[0], jnp.sum(l_ref[0], axis=1, keepdims=True), acc_ref[0]
-    R, H = o_ref.shape[1:]
-    row = lax.broadcasted_iota(jnp.int32, (R, H), 0) // shape.heads_per_kv
-    out = jnp.zeros((R, H), jnp.float32)
-    for head in range(acc.shape[1] // H):
-        out = jnp.where(row == head, acc[:, head * H : (head + 1) * H], out)
-    # A NaN among scores is a key seen, whether or not the maximum keeps it.
-    seen = (m != NEG) | (l != l)
-    safe = jnp.where(seen, l, 1.0)
-    o_ref[0] = jnp.where(seen[:, :1], out / safe[:, :1], 0.0)
-    lse_ref[0] = jnp.where(seen, m + jnp.log(safe), NEG)
-
-
-def _prefill_kernel(
-    table: Any, first_pos: Any, stop: Any, first_key: Any, token: Any, first: Any, last: Any, count: Any, rows: Any,
-    q_hbm: Any, pool_ref: Any, *refs: Any, shape: TpuShape, has_out: bool,
-) -> None:  # fmt: skip
-    inputs = shape.sinks + has_out  # `out` itself is the same memory as out_hbm
-    sink_ref = refs[0] if shape.sinks else None
-    out_hbm, lse_ref, *scratch, q_in, o_buffer, q_rows, stage, sems = refs[inputs:]
-    entries = _Entries(table, first_pos, stop, first_key, first, last, count, rows)
-    _, _, _, m_ref, l_ref, acc_ref = scratch
-    w, H, G = pl.program_id(0), shape.head_dim, shape.heads_per_kv
-    K, T = shape.num_heads // G, q_hbm.shape[0]
-
-    def pieces(entry: Any, act: Callable[[Any, Any, int], None]) -> None:
-        """The entry's tokens as copies of two fixed sizes: (first of all, first of the tile, tokens)."""
-        num, whole = stop[entry] - first_pos[entry], 0
-        if T >= SHORT_QUERIES:
-            whole = num // SHORT_QUERIES * SHORT_QUERIES
-            many = lambda i, _: act(token[entry] + i * SHORT_QUERIES, i * SHORT_QUERIES, SHORT_QUERIES)  # noqa: E731
-            lax.fori_loop(0, num // SHORT_QUERIES, many, None)
-        lax.fori_loop(whole, num, lambda i, _: act(token[entry] + i, i, 1), None)
-
-    def queries(entry: Any, slot: Any, step: str) -> None:
-        def copy(of_all: Any, of_tile: Any, size: int) -> None:
-            source, target = q_hbm.at[pl.ds(of_all, size)], q_in.at[slot, pl.ds(of_tile, size)]
-            getattr(pltpu.make_async_copy(source, target, sems.at[slot]), step)()
-
-        pieces(entry, copy)
-
-    def outputs(entry: Any, step: str) -> None:
-        def copy(of_all: Any, of_tile: Any, size: int) -> None:
-            source, target = o_buffer.at[pl.ds(of_tile, size)], out_hbm.at[pl.ds(of_all, size)]
-            getattr(pltpu.make_async_copy(source, target, sems.at[2]), step)()
-
-        pieces(entry, copy)
-
-    slot = w % 2
-    pl.when(w == 0)(lambda: queries(w, slot, "start"))
-    pl.when(w + 1 < count[0])(lambda: queries(w + 1, 1 - slot, "start"))
-    queries(w, slot, "wait")
-
-    # Rows can be taken at a stride of one vector of lanes only.
-    vectors = [(at // LANES, slice(at, min(at + LANES, H))) for at in range(0, H, LANES)]
-
-    def of_token(part: int, sub: Any, t: int) -> Any:
-        """Where a token's heads stand in `stage`, a vector of their lanes."""
-        at = (part * shape.tile + sub * SHORT_QUERIES + t) * shape.padded_heads
-        return pl.ds(pl.multiple_of(at, SUBLANES), shape.num_heads)
-
-    def of_head(part: int, sub: Any, n: int) -> Any:
-        """Where the 16 tokens of a head stand in `stage`."""
-        at = (part * shape.tile + sub * SHORT_QUERIES) * shape.padded_heads + n
-        return pl.ds(at, SHORT_QUERIES, stride=shape.padded_heads)
-
-    def of_group(sub: Any, n: int) -> Any:
-        """Where they stand among the rows that are multiplied with their KV head's keys."""
-        at = sub * (SHORT_QUERIES * G) + n % G * SHORT_QUERIES
-        return pl.ds(pl.multiple_of(at, SHORT_QUERIES), SHORT_QUERIES)
-
-    def lay_down(sub: Any, _: None) -> None:
-        """16 tokens: from token by token, as they come, to head by head, as they are multiplied."""
-        for t in range(SHORT_QUERIES):
-            for part, lanes in vectors:
-                token = q_in[slot, sub * SHORT_QUERIES + t, :, lanes].astype(jnp.float32)
-                stage[of_token(part, sub, t), : token.shape[1]] = token
-        for n in range(shape.num_heads):
-            for part, lanes in vectors:
-                head = stage[of_head(part, sub, n), :][:, : lanes.stop - lanes.start]
-                q_rows[n // G, of_group(sub, n), lanes] = head.astype(q_rows.dtype)
-
-    lax.fori_loop(0, shape.tile // SHORT_QUERIES, lay_down, None)
-    if sink_ref is None:
-        m_ref[...] = jnp.full_like(m_ref, NEG)
-        l_ref[...] = jnp.zeros_like(l_ref)
-    else:
-        # A sink is a key without a value, seen before all others.
-        m_ref[...] = sink_ref[...]
-        l_ref[...] = jnp.where(lax.broadcasted_iota(jnp.int32, l_ref.shape, 2) == 0, 1.0, 0.0)
-    acc_ref[...] = jnp.zeros_like(acc_ref)
-    _walk(entries, q_rows, pool_ref, scratch, shape)
-
-    for part in range(K):
-        m, l = m_ref[part], jnp.sum(l_ref[part], axis=1, keepdims=True)
-        seen = (m != NEG) | (l != l)
-        safe = jnp.where(seen, l, 1.0)
-        acc_ref[part] = jnp.where(seen[:, :1], acc_ref[part] / safe[:, :1], 0.0)
-        lse = jnp.where(seen, m + jnp.log(safe), NEG)
-        for at in range(0, lse.shape[0], LANES):
-            # A column becomes a row: of a square of equal lanes, the diagonal.
-            square = lse[at : at + LANES, : min(LANES, lse.shape[0] - at)]
-            own = lax.broadcasted_iota(jnp.int32, square.shape, 0) == lax.broadcasted_iota(
-                jnp.int32, square.shape, 1
-            )
-            lse_ref[part, pl.ds(at, square.shape[0])] = jnp.sum(jnp.where(own, square, 0.0), axis=0)
-    pl.when(w > 0)(lambda: outputs(w - 1, "wait"))
-
-    def take_up(sub: Any, _: None) -> None:
-        for n in range(shape.num_heads):
-            for part, lanes in vectors:
-                head = acc_ref[n // G, of_group(sub, n), lanes]
-                stage[of_head(part, sub, n), : head.shape[1]] = head
-        for t in range(SHORT_QUERIES):
-            for part, lanes in vectors:
-                token = stage[of_token(part, sub, t), : lanes.stop - lanes.start]
-                o_buffer[sub * SHORT_QUERIES + t, :, lanes] = token.astype(o_buffer.dtype)
-
-    lax.fori_loop(0, shape.tile // SHORT_QUERIES, take_up, None)
-    outputs(w, "start")
-    pl.when(w + 1 == count[0])(lambda: outputs(w, "wait"))
-
-
-def _walk(entries: _Entries, q_ref: Any, pool_ref: Any, scratch: Any, shape: TpuShape) -> None:
-    """Works the chunks of this program's entry, fetching one ahead, the next entry's first at the end."""
-    buffers, sems, slot_ref, m_ref, l_ref, acc_ref = scratch
-    w, num_entries = pl.program_id(0), entries.count[0]
-    first, last = entries.first_chunk[w], entries.last_chunk[w]
-
-    def copies(entry: Any, chunk: Any, slot: Any, act: str) -> None:
-        """Starts or awaits the copies of one chunk's blocks; blocks behind the last token are left out."""
-        left = entries.stop[entry] - chunk * shape.chunk
-        num_blocks = jnp.minimum((left + shape.block_size - 1) // shape.block_size, shape.chunk_blocks)
-        base = entries.table[entry] * shape.table_width + chunk * shape.chunk_blocks
-
-        def one(j: Any, _: None) -> None:
-            row = entries.rows[base + j]
-            copy = pltpu.make_async_copy(pool_ref.at[row], buffers.at[slot, j], sems.at[slot])
-            getattr(copy, act)()
-
-        # Written out, the address arithmetic of neighbours overlaps; only a row's last chunk needs the loop.
-        @pl.when(num_blocks == shape.chunk_blocks)
-        def whole_chunk() -> None:
-            if act == "wait":
-                # The semaphore counts bytes, so that one wait is for all.
-                pltpu.make_async_copy(buffers.at[slot], buffers.at[slot], sems.at[slot]).wait()
-                return
-            for j in range(shape.chunk_blocks):
-                one(j, None)
-
-        @pl.when(num_blocks < shape.chunk_blocks)
-        def part_of_a_chunk() -> None:
-            lax.fori_loop(0, num_blocks, one, None)
-
-    def start_next_entry(slot: jax.Array) -> None:
-        after = jnp.minimum(w + 1, num_entries - 1)
-
-        @pl.when((w + 1 < num_entries) & (entries.first_chunk[after] < entries.last_chunk[after]))
-        def start_after() -> None:
-            copies(after, entries.first_chunk[after], slot, "start")
-
-    @pl.when(w == 0)
-    def start_first_entry() -> None:
-        slot_ref[0] = 0
-
-        @pl.when(first < last)
-        def start_first_chunk() -> None:
-            copies(w, first, 0, "start")
-
-    @pl.when(first >= last)
-    def pass_on() -> None:
-        start_next_entry(slot_ref[0])
-
-    first_pos, stop, first_key = entries.first_pos[w], entries.stop[w], entries.first_key[w]
-
-    def one_chunk(chunk: jax.Array, _: None) -> None:
-        slot = slot_ref[0]
-
-        @pl.when(chunk + 1 < last)
-        def start_next_chunk() -> None:
-            copies(w, chunk + 1, 1 - slot, "start")
-
-        @pl.when(chunk + 1 >= last)
-        def start_beyond() -> None:
-            start_next_entry(1 - slot)
-
-        copies(w, chunk, slot, "wait")
-        buffer, start = buffers.at[slot], chunk * shape.chunk
-        # Only chunks at either end hold keys that some query does not see: the others pay for no mask.
-        at_an_end = (start + shape.chunk - 1 > first_pos) | (start < first_key)
-        if shape.window is not None:
-            at_an_end |= start <= stop - 1 - shape.window
-
-        def work(masked: bool) -> None:
-            if masked:
-                _clear_unseen_values(buffer, start, first_pos, stop, shape)
-            kv = buffer[...].reshape(shape.chunk, -1)
-            seen = functools.partial(_seen, start, first_pos, first_key, shape) if masked else None
-            _work_chunk(kv, q_ref, m_ref, l_ref, acc_ref, seen, shape)
-
-        pl.when(at_an_end)(lambda: work(True))
-        pl.when(jnp.logical_not(at_an_end))(lambda: work(False))
-        slot_ref[0] = 1 - slot
-
-    lax.fori_loop(first, last, one_chunk, None)
-
-
-def _clear_unseen_values(
-    buffer: Any, start: jax.Array, first_pos: jax.Array, stop: jax.Array, shape: TpuShape
-) -> None:
-    """Zeroes values in the buffer that no query sees: those slots may hold NaN, and 0 * NaN is NaN."""
-    values = buffer[:, :, shape.kv_width : 2 * shape.kv_width]
-    block = lax.broadcasted_iota(jnp.int32, values.shape, 0)
-    pos = start + block * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    written = pos < stop
-    if shape.window is not None:
-        written &= pos > first_pos - shape.window
-    buffer[:, :, shape.kv_width : 2 * shape.kv_width] = jnp.where(written, values, jnp.zeros_like(values))
-
-
-def _seen(
-    start: jax.Array, first_pos: jax.Array, first_key: jax.Array, shape: TpuShape, dims: tuple[int, int]
-) -> jax.Array:
-    """Which keys [rows, chunk] each row sees: none of rows behind the last query's is ever read."""
-    pos = start + lax.broadcasted_iota(jnp.int32, dims, 1)
-    query = first_pos
-    if shape.tile:
-        row = lax.broadcasted_iota(jnp.int32, dims, 0)
-        query = first_pos + row // (SHORT_QUERIES * shape.heads_per_kv) * SHORT_QUERIES + row % SHORT_QUERIES
-    seen = (pos <= query) & (pos >= first_key)
-    if shape.window is not None:
-        seen &= pos > query - shape.window
-    return seen
-
-
-def _wide(x: jax.Array, lanes: int) -> jax.Array:
-    """[R, 128] equal lanes → [R, lanes]."""
-    return x[:, :lanes] if lanes <= LANES else jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
-
-
-def _work_chunk(
-    kv: jax.Array, q_ref: Any, m_ref: Any, l_ref: Any, acc_ref: Any, seen: Any, shape: TpuShape
-) -> None:
-    """One online-softmax step of every part over kv [chunk, width].
-
-    Maxima lie in all lanes and sums lane by lane, so that no step turns a column into lanes. A part's value product
-    waits until the next part's scores are under way.
-    """
-    parts, R, lanes = q_ref.shape
-    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
-    dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32, precision=precision)
-    mask = None if seen is None else seen((R, shape.chunk))
-
-    def add_values(part: int, p: jax.Array, shrink: jax.Array) -> None:
-        v = kv[:, shape.kv_width + part * lanes : shape.kv_width + (part + 1) * lanes]
-        acc_ref[part] = _wide(shrink, lanes) * acc_ref[part] + dot(p, v, (((1,), (0,)), ((), ())))
-
-    waiting: tuple[int, jax.Array, jax.Array] | None = None
-    for part in range(parts):
-        k = kv[:, part * lanes : (part + 1) * lanes]
-        s = dot(q_ref[part], k, (((1,), (1,)), ((), ()))) * shape.scale
-        if shape.soft_cap is not None:
-            s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
-        if mask is not None:
-            s = jnp.where(mask, s, NEG)
-        old = m_ref[part]
-        top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        m_ref[part] = top
-        p = jnp.exp(s - _wide(top, shape.chunk))
-        shrink = jnp.exp(old - top)
-        if shape.chunk >= LANES:
-            sums = functools.reduce(jnp.add, (p[:, at : at + LANES] for at in range(0, shape.chunk, LANES)))
-            l_ref[part] = shrink * l_ref[part] + sums
-        else:
-            l_ref[part, :, : shape.chunk] = shrink[:, : shape.chunk] * l_ref[part, :, : shape.chunk] + p
-            l_ref[part, :, shape.chunk :] = shrink[:, shape.chunk :] * l_ref[part, :, shape.chunk :]
-        if waiting is not None:
-            add_values(*waiting)
-        waiting = (part, p.astype(kv.dtype), shrink)
-    assert waiting is not None
-    add_values(*waiting)

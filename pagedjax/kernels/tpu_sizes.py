@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,10 +53,11 @@ class Tiling:
 
 @dataclass(frozen=True)
 class TpuChip:
-    """What of a TPU core decides what fits: VMEM and SMEM in bytes."""
+    """What decides what fits: VMEM and SMEM of a core in bytes, and cores that work one program (v4, v5p: 2)."""
 
     vmem_bytes: int
     smem_bytes: int
+    num_cores: int = 1
 
 
 def chip(interpret: Any = False) -> TpuChip:
@@ -64,7 +65,7 @@ def chip(interpret: Any = False) -> TpuChip:
     if interpret:
         return TpuChip(128 << 20, 1 << 20)
     info = pltpu.get_tpu_info()
-    return TpuChip(info.vmem_capacity_bytes, info.smem_capacity_bytes)
+    return TpuChip(info.vmem_capacity_bytes, info.smem_capacity_bytes, info.num_cores)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class TpuShape:
     window: int | None
     soft_cap: float | None
     sinks: bool
+    cores: int = 1
+    causal: bool = True  # else the entry's queries are of rows that share their keys, and all see all
 
     @property
     def chunk(self) -> int:
@@ -115,8 +118,12 @@ class Sizes:
         return TpuShape(
             layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
             layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
-            params.scale, params.window, params.soft_cap, self.sinks and tile > 0,
+            params.scale, params.window, params.soft_cap, self.sinks and tile > 0, self.chip.num_cores,
         )  # fmt: skip
+
+    def shared(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
+        """Of a tile of rows that share a prefix: sinks join once, with the rows' own keys; no window is grouped."""
+        return replace(self.shape(table_width, tile, params), sinks=False, causal=False, window=None)
 
     def rows_at_once(self, table_width: int) -> int:
         """Rows whose tables fit SMEM beside the entries' own scalars, eight a row at most.
@@ -164,7 +171,10 @@ class Sizes:
             return total + 2 * (
                 tiled(rows, lanes, item) + tiled(rows, shape.head_dim, 4) + tiled(rows, LANES, 4)
             )
-        total += 3 * shape.tile * tiled(shape.num_heads, lanes, item) + parts * tiled(rows, lanes, item)
+        out = tiled(shape.num_heads, lanes, item if shape.causal else 4)
+        total += shape.tile * (2 * tiled(shape.num_heads, lanes, item) + out) + parts * tiled(
+            rows, lanes, item
+        )
         total += tiled(shape.tile * shape.padded_heads, lanes, 4) + 2 * tiled(parts, rows, 4)
         return total + (parts * tiled(rows, LANES, 4) if shape.sinks else 0)
 

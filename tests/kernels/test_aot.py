@@ -61,6 +61,36 @@ def test_F062_a_mixed_step_takes_no_padding():
     assert report.in_place and report.temp_bytes < 8 << 20, report
 
 
+_TPUS = [name for name in aot.TARGETS if aot.TARGETS[name].platform == "tpu"]
+
+
+@pytest.mark.parametrize(
+    "target, heads, rows",
+    [
+        pytest.param(
+            name,
+            heads,
+            rows,
+            marks=[needs(name), *([] if (name, rows) == ("v5e", 32) else [pytest.mark.full])],
+        )
+        for name in _TPUS
+        for heads, rows in ((LLAMA, 32), (SMOLLM, 256))
+    ],
+)
+def test_shared_prefixes_compile_for_every_tpu(target, heads, rows):
+    """One more kernel: the decode rows' own keys, and the keys of their groups."""
+    geometry = aot.Geometry(*heads, 16, "bfloat16")
+    report = aot.compile_attention(target, geometry, num_decodes=rows, max_groups=4)
+    assert report.in_place and report.num_kernels == 2, report
+
+
+@needs("v5p")
+def test_two_cores_compile_in_place():
+    """v5p: the grid's first axis is the cores, by which the compiler deals its programs out."""
+    report = aot.compile_attention("v5p", aot.Geometry(*LLAMA, 16, "bfloat16"), prefill_tokens=64)
+    assert report.in_place and report.num_kernels == 3, report
+
+
 @pytest.mark.parametrize("rows, context", [pytest.param(32, 131_072, marks=pytest.mark.full), (256, 32_768)])
 @needs("v5e")
 def test_F061_long_tables_compile(rows, context):

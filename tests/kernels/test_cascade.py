@@ -52,9 +52,8 @@ def test_F028_eight_rows_of_a_long_prefix_stay_without_a_ninth_of_a_short_one():
     assert pay(tables[:8, :33], lens[:8] * 0 + 514) == [(list(range(8)), 2)]
     assert pay(tables[:8, :33], lens[:8] * 0 + 512) == []  # 256 tokens
     assert pay(tables[:4], lens[:4]) == [] and pay(tables[:5], lens[:5]) == [(list(range(5)), 16)]
-    assert (
-        pay(tables[:4], lens[:4], "tpu") == [(list(range(4)), 16)] and pay(tables[:3], lens[:3], "tpu") == []
-    )
+    assert pay(tables[:2], lens[:2], "tpu") == [([0, 1], 16)]
+    assert pay(tables[:2, :129], lens[:2] * 0 + 2049, "tpu") == []  # 2,048 tokens
     assert pay(tables, lens, "gpu") == []
 
 

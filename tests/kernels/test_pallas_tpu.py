@@ -1,6 +1,7 @@
 """The TPU kernel in Pallas' TPU interpreter (races, poisoned scratch), and what it refuses."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import KVLayout, paged_attention, pallas_tpu, tpu_sizes
+from pagedjax.kernels import KVLayout, paged_attention, pallas_tpu, plan_ragged, tpu_sizes
 
 TILING = pallas_tpu.Tiling(chunk_tokens=32, tile_queries=32)
 
@@ -69,13 +70,61 @@ def test_a_planted_race_is_found():
 
 def test_groups_merge_on_the_tpu_path_too(build, oracle):
     step = build([1] * 3, [70, 65, 97], share=64)
-    from pagedjax.kernels import plan_ragged
-
     args = step.plan_args | dict(max_groups=2, min_group_rows=2)
     step.ragged = plan_ragged(step.query_lens, [len(k) for k in step.keys], step.tables, **args)
     assert int(step.ragged.decode_list(None).num_groups) == 1
     out = run(step, True)
     np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
+
+
+TWO_CORES = tpu_sizes.TpuChip(128 << 20, 1 << 20, num_cores=2)
+
+
+@pytest.mark.parametrize(
+    "chip, lens, tree",
+    [
+        # 20 rows are two tiles of the kernel's; three groups in two levels, and rows in none.
+        (TWO_CORES, [97, 33, *range(70, 90), 0, 65], [(range(2, 22), 32), (range(2, 6), 64), (range(10, 22), 64)]),
+        # Tables of two rows, or groups, fit together.
+        (tpu_sizes.TpuChip(128 << 20, 120), [65, 66, 70, 71, 72], [(range(5), 32), (range(2), 64), (range(2, 5), 64)]),
+    ],
+    ids=["two cores", "small tables"],
+)  # fmt: skip
+def test_shared_prefixes_on_chips(build, check, monkeypatch, chip, lens, tree):
+    monkeypatch.setattr(pallas_tpu, "chip", lambda interpret: chip)
+    step = build([1] * len(lens), lens, heads=(2, 1), head_dim=16, share=tree, dtype="bfloat16")
+    args = step.plan_args | dict(max_groups=3, min_group_rows=2)
+    step.ragged = plan_ragged(step.query_lens, lens, step.tables, **args)
+    assert int(step.ragged.decode_list(None).num_groups) == 3
+    check(step, "pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [([1, 1, 1], [200, 1, 0]), ([1], [40]), ([1, 1, 5, 40], [9, 90, 37, 60])],
+    ids=["long first", "one row", "mixed"],
+)
+def test_two_cores_share_the_entries(build, check, monkeypatch, rows):
+    """Each begins and ends by itself: no buffer or copy of one is another's. One entry leaves a core without any."""
+    monkeypatch.setattr(pallas_tpu, "chip", lambda interpret: TWO_CORES)
+    step = build(*rows, heads=(2, 1), head_dim=16, window=50, sinks=np.linspace(-1, 1, 2))
+    check(step, "pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    "kind, cores, axes",
+    [("TPU v5", 2, r"\('parallel', 'arbitrary'\)"), ("TPU v5 lite", 1, r"\('arbitrary',\)")],
+)
+def test_a_grid_is_dealt_out_to_the_cores_of_its_chip(build, kind, cores, axes):
+    """As traced for v5p, whose compiler gives each core its part of a parallel axis, and for v5e."""
+    step = build([1, 20], [5, 40], dtype="bfloat16", heads=(8, 4), head_dim=128)
+    chip = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
+        call = functools.partial(paged_attention, implementation="pallas_tpu", **step.params)
+        q = jnp.asarray(step.q, jnp.bfloat16)
+        text = str(jax.jit(call).trace(q, step.pool, step.layer, step.ragged).jaxpr)
+    assert len(re.findall(rf"dimension_semantics={axes}", text)) == text.count("dimension_semantics") == 3
+    assert text.count("grid=(2, DynamicGridDim)") == (3 if cores == 2 else 0)
 
 
 def test_F061_tables_beyond_smem_are_worked_in_groups_of_rows(build, oracle, monkeypatch):

@@ -1,7 +1,8 @@
-"""What the GPU kernels share: queries laid in rows of 64, a program per (work entry, KV head), states joined at last.
+"""What the GPU kernels share outside of their programs: entries of a step, and results in the order of its tokens.
 
-A kernel is a function of entries. Decode entries are parts of rows, so that a long row is split over many programs;
-prefill entries are up to 64 rows of queries of one sequence, the G heads of a token side by side.
+A kernel is a function of entries. Decode entries are parts of rows, so that a long row is split over many programs, and
+their states join afterwards; prefill entries are up to 64 rows of queries of one sequence, the G heads of a token side
+by side. Queries stay in the flat array of all tokens, and so do outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, join_parts, split_rows
-from pagedjax.kernels.layout import KVPool, RaggedBatch, read_rows
+from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, read_rows
 from pagedjax.kernels.xla import State
 
 ROWS = 64  # of queries that a program works
@@ -23,7 +24,34 @@ KEYS = 64  # of one key tile
 # Programs that keep the device busy where rows are few: twice the multiprocessors of an H100.
 PROGRAMS = 264
 SUBLANES = 8  # rows of one swizzled shared-memory tile
-# (queries f[Q, K, R, H], entry=(table, which query, position, first key, stop), group=, causal=) → a state per entry.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Work entries, each field i32[W].
+
+    Attributes:
+        table: Which of the tables.
+        token: The first of its tokens, among the step's T.
+        count: How many, 1 of decode parts.
+        pos: Position of the first.
+        first: First key.
+        stop: Key behind the last; 0 where there is no work.
+    """
+
+    table: jax.Array
+    token: jax.Array
+    count: jax.Array
+    pos: jax.Array
+    first: jax.Array
+    stop: jax.Array
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.table, self.token, self.count, self.pos, self.first, self.stop
+
+
+# (queries f[T, K, G, H], entries, tokens, sinks, pool=, rows=, params=) → results of `gpu_programs.run`.
 Kernel = Callable[..., State]
 
 
@@ -35,12 +63,13 @@ class GpuShape:
     num_kv_heads: int
     head_dim: int
     table_width: int
-    rows: int  # query rows that are copied in and out, a multiple of 8
-    group: int  # rows that belong to one token
-    causal: bool  # more than one token: rows see different keys
+    group: int  # query heads of a KV head
+    tokens: int  # most of an entry
+    parts: bool  # of decode rows: all of a program's queries see the same keys, and its state joins others
     scale: float
     window: int | None
     soft_cap: float | None
+    has_sinks: bool = False
 
     @property
     def unit(self) -> int:
@@ -48,9 +77,16 @@ class GpuShape:
         return min(self.block_size, KEYS)
 
     @property
-    def swizzle(self) -> int:
-        """Bytes of the widest swizzle whose lanes divide the head."""
-        return next(s for s in (128, 64, 32) if self.head_dim % (s // 2) == 0)
+    def swizzle_lanes(self) -> int:
+        """Lanes of the widest swizzled tile that divide the head."""
+        return next(lanes for lanes in (64, 32, 16) if self.head_dim % lanes == 0)
+
+
+def plain_shape(layout: KVLayout) -> GpuShape:
+    """The kernel that takes most of a chip: decode parts, whose results are laid down in float32."""
+    return GpuShape(
+        layout.block_size, layout.num_kv_heads, layout.head_dim, 1, 1, 1, True, 1.0, None, None
+    )
 
 
 def check(pool: KVPool, ragged: RaggedBatch, group: int, why_not_float32: str) -> None:
@@ -77,65 +113,58 @@ def attend_rows(
     ragged: RaggedBatch,
     params: xla.Params,
     sinks: jax.Array | None,
-    entries: Callable[..., State],
+    kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries.
-
-    Args:
-        entries: A `Kernel` that also takes pool=, rows=, the i32[S, M] pool rows of every table, and params=.
-    """
-    K = pool.layout.num_kv_heads
+    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries."""
+    (T, N, H), K, Sd = q.shape, pool.layout.num_kv_heads, ragged.decode_bucket
     rows = read_rows(pool.layout, layer, ragged.block_tables)
-    call = functools.partial(entries, pool=pool, rows=rows, params=params)
-    return xla.assemble(
-        q,
-        pool,
-        layer,
-        ragged,
-        params,
-        sinks,
-        decode=lambda: _decode(q, ragged, call, K, params.window),
-        tiles=lambda state: _tiles(q, ragged, call, K, state),
-    )
+    queries = q.astype(pool.data.dtype).reshape(T, K, N // K, H)
+
+    call = functools.partial(kernel, queries, pool=pool, rows=rows, params=params)
+    if ragged.tile_queries:
+        out, lse = _prefill(queries, ragged, call, sinks)
+    else:
+        out, lse = jnp.zeros((T, N, H), queries.dtype), jnp.full((T, N), -jnp.inf)
+    if Sd:
+        part = _decode(queries, ragged, call, params.window)
+        acc, m, l = xla.with_groups(part, q, pool, layer, ragged, params)
+        first, first_lse = xla.finalise(acc.reshape(Sd, N, H), m.reshape(Sd, N), l.reshape(Sd, N), sinks)
+        decodes = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
+        out = out.at[:Sd].set(jnp.where(decodes[..., None], first.astype(out.dtype), out[:Sd]))
+        lse = lse.at[:Sd].set(jnp.where(decodes, first_lse, lse[:Sd]))
+    live = jnp.arange(T) < ragged.query_start_loc[-1]
+    out = jnp.where(live[:, None, None], out, 0).astype(q.dtype)
+    return out, jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def _decode(q: jax.Array, ragged: RaggedBatch, call: Kernel, K: int, window: int | None) -> State:
+def _decode(q: jax.Array, ragged: RaggedBatch, call: Kernel, window: int | None) -> State:
     """State of the decode rows, [Sd, K, G, …]: one entry per part of a row, joined row by row."""
-    Sd, (N, H) = ragged.decode_bucket, q.shape[1:]
-    G = N // K
-    entries = split_rows(ragged, window, -(-PROGRAMS // K))
-    pos = ragged.seq_lens[entries.row] - 1
-    parts = call(
-        q[:Sd].reshape(Sd, K, G, H),
-        entry=(entries.row, entries.row, pos, entries.first, entries.stop),
-        group=G,
-        causal=False,
-    )
-    return join_parts(entries, tuple(x[:, :, :G] for x in parts))
+    _, K, G, _ = q.shape
+    parts = split_rows(ragged, window, -(-PROGRAMS // K))
+    one, pos = jnp.ones_like(parts.row), ragged.seq_lens[parts.row] - 1
+    acc, m, l = call(Entry(parts.row, parts.row, one, pos, parts.first, parts.stop), None, None)
+    return join_parts(parts, (acc, m[:, :, :G], l[:, :, :G]))
 
 
-def _tiles(q: jax.Array, ragged: RaggedBatch, call: Kernel, K: int, state: State) -> State:
-    """`state` with the tokens of longer rows written over it: one entry per 64 rows of queries."""
-    T, N, H = q.shape
-    G = N // K
+def _prefill(
+    q: jax.Array, ragged: RaggedBatch, call: Kernel, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(o f[T, N, H], lse f32[T, N]) of the tokens of longer rows: one entry per 64 rows of queries.
+
+    Other tokens' outputs are undefined, their log-sum-exp is -inf.
+    """
+    T, K, G, H = q.shape
     size = ROWS // G
     starts, ends = ragged.query_start_loc[:-1], ragged.query_start_loc[1:]
     index = jnp.arange(len(starts), dtype=jnp.int32)
     counts = jnp.where(index >= ragged.num_decodes, (ends - starts + size - 1) // size, 0)
     most = -(-T // size) + min(len(starts), T // 2)
-    (row, first_pos, stop, _), tokens = cut_rows(ragged, counts, jnp.zeros_like(starts), size, most)
-    stop = jnp.where(stop > first_pos, stop, 0)
-    tiles = q[jnp.minimum(tokens, T - 1)].reshape(most, size, K, G, H).swapaxes(1, 2)
-    parts = call(
-        tiles.reshape(most, K, size * G, H),
-        entry=(row, jnp.arange(most, dtype=jnp.int32), first_pos, jnp.zeros_like(stop), stop),
-        group=G,
-        causal=True,
-    )
-
-    def by_token(x: jax.Array) -> jax.Array:
-        x = x[:, :, : size * G].reshape(most, K, size, G, *x.shape[3:])
-        return x.swapaxes(1, 2).reshape(most * size, K, G, *x.shape[4:])
-
-    at = tokens.reshape(-1)
-    return tuple(s.at[at].set(by_token(x), mode="drop") for s, x in zip(state, parts))
+    (row, first_pos, stop, token), tokens = cut_rows(ragged, counts, jnp.zeros_like(starts), size, most)
+    none = jnp.zeros_like(stop)
+    entry = Entry(row, token, stop - first_pos, first_pos, none, jnp.where(stop > first_pos, stop, 0))
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(K, G), (1, -(-ROWS // G)))[:, :ROWS]
+    out, m, l = call(entry, size, sinks)
+    lse = (m + jnp.log(l))[:, :, : size * G].reshape(most, K, size, G).swapaxes(1, 2)
+    lse = jnp.full((T, K * G), -jnp.inf).at[tokens.reshape(-1)].set(lse.reshape(-1, K * G), mode="drop")
+    return out.reshape(T, K * G, H), lse

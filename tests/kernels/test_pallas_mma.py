@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import paged_attention, pallas_mma
-from pagedjax.kernels.gpu_rows import SUBLANES, GpuShape
+from pagedjax.kernels import KVLayout, paged_attention, pallas_mma
+from pagedjax.kernels.gpu_rows import plain_shape
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter of GPU kernels"
@@ -46,8 +46,8 @@ def test_key_tiles_follow_from_shared_memory():
     """At head dim 256 two key tiles fit an A100 (163 KiB a program) and one an RTX 4090 (99)."""
 
     def stages(head_dim, kib):
-        shape = GpuShape(16, 1, head_dim, 1, SUBLANES, 1, False, 1.0, None, None)
-        return pallas_mma._stages(shape, pallas_mma._GpuChip(False, kib << 10))
+        shape = plain_shape(KVLayout(1, 1, 16, 1, head_dim, "float16"))
+        return pallas_mma._Mma(False, kib << 10).stages(shape)
 
     assert [stages(h, kib) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]
 

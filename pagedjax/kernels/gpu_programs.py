@@ -1,7 +1,8 @@
 """What one program of the GPU kernels does: an entry's queries come in, its key tiles are worked, outputs go out.
 
 A program is (work entry, KV head): up to 64 rows of queries of one sequence, a token's G heads side by side, over a
-range of keys. Queries are read from the flat array of all tokens, token by token, and normalised outputs of prefill
+range of keys. Decode rows with few heads a KV head are worked the other way round (`GpuShape.narrow`): keys, and lanes of
+values, are the 64 rows of the tensor core's tile, and the few queries its columns. Queries are read from the flat array of all tokens, token by token, and normalised outputs of prefill
 entries are written straight to such an array; parts of decode rows leave (accumulator, maximum, sum) in float32.
 `pallas_mosaic` and `pallas_mma` give the products, and how blocks come.
 """
@@ -46,14 +47,14 @@ class Products(Protocol):
     def staged(self, refs: Any) -> Any:
         """Where queries are laid, [64, H] untiled."""
 
-    def queries(self, refs: Any) -> Any:
-        """The left operand out of what was staged."""
+    def queries(self, refs: Any, shape: GpuShape) -> Any:
+        """The operand out of what was staged."""
 
-    def scores(self, queries: Any, keys: Any) -> Any:
-        """f32[64, 64] queries times keys, unscaled."""
+    def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
+        """f32, unscaled: [64 queries, 64 keys], or [64 keys, a few queries] where `shape` is narrow."""
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any) -> Any:
-        """`acc` f32[64, H] plus probabilities p f32[64, 64] times a tile's values."""
+    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
+        """`acc` plus probabilities p times a tile's values: [64 queries, H], or [H, a few queries]."""
 
 
 def run(
@@ -79,7 +80,7 @@ def run(
 
     Returns:
         (accumulator f32[W, K, G, H] of decode parts, or else normalised outputs f[T, K, G, H] where entries have
-        tokens; maximum, sum, each f32[W, K, 64]).
+        tokens; maximum, sum, each f32[W, K, at least the entry's tokens times G]).
     """
     layout, dtype = pool.layout, pool.data.dtype
     (_, K, G, H), W = q.shape, entry.table.shape[0]
@@ -92,7 +93,7 @@ def run(
     )  # fmt: skip
     f32 = jnp.float32
     out = jax.ShapeDtypeStruct((W, K, G, H), f32) if shape.parts else jax.ShapeDtypeStruct(q.shape, dtype)
-    state = jax.ShapeDtypeStruct((W, K, ROWS), f32)
+    state = jax.ShapeDtypeStruct((W, K, shape.queries), f32)
     return plgpu.kernel(
         functools.partial(_program, shape=shape, products=products),
         out_type=[out, state, state],
@@ -111,7 +112,8 @@ def run(
 def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
     kv, *others = products.scratch(shape, dtype)
     # Keys and values are done with when the result is laid down.
-    result = plgpu.SMEM((ROWS, shape.head_dim), jnp.float32 if shape.parts else dtype)
+    dims = (shape.head_dim, shape.queries) if shape.narrow else (ROWS, shape.head_dim)
+    result = plgpu.SMEM(dims, jnp.float32 if shape.parts else dtype)
     barriers = []
     if products.tma:
         arrivals = 2 * (KEYS // shape.unit)
@@ -162,11 +164,11 @@ def tiled(lanes: int, dims: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(dims, dtype, transforms=transforms)
 
 
-def _slab(shape: GpuShape) -> Any:
+def _slab(shape: GpuShape, widest: int = 8) -> Any:
     """The layout of a token's [G, H]: as many of the 128 threads as divide it, the others doing the same again."""
     warps, power = math.gcd(4, shape.group), shape.head_dim & -shape.head_dim
     lanes = min(32, power)
-    vector = min(8, power // lanes)
+    vector = min(widest, power // lanes)
     again = plgpu.Replicated
     return plgpu.Layout.TILED(
         plgpu.Tiling(((warps, lanes * vector), (vector,))),
@@ -228,18 +230,9 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             at = jnp.minimum(token + t, q_ref.shape[0] - 1)
             store(staged.at[pl.ds(t * G, G)], load(q_ref.at[at, head], slab))
         sync(products)
-        queries = products.queries(others)
+        queries = products.queries(others, shape)
         sync(products)  # before probabilities are written where queries were
-        by_row = layout.reduce(1)
-        if sinks_ref is None:
-            m = plgpu.layout_cast(jnp.full((ROWS,), NEG, jnp.float32), by_row)
-        else:
-            m = load(sinks_ref.at[head], by_row)
-        state = (
-            m,
-            plgpu.layout_cast(jnp.full((ROWS,), float(shape.has_sinks), jnp.float32), by_row),
-            plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), layout),
-        )
+        state = _no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
 
         def one_tile(step: Any, state: Any) -> Any:
             slot = lax.rem(step, jnp.int32(stages))
@@ -257,18 +250,41 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
         if not products.tma:
             plgpu.wait_gmem_to_smem(0)
             sync(products)
+        if shape.narrow:
+            l = l.sum(axis=0)
         if not shape.parts:
             acc = acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [0])
         store(o_smem, acc.astype(o_smem.dtype))
         sync(products)
 
         def lay_down(t: Any, _: None) -> None:
-            target = o_ref.at[w, head] if shape.parts else o_ref.at[token + t, head]
-            store(target, load(o_smem.at[pl.ds(t * G, G)], slab))
+            if shape.narrow:
+                result = load(o_smem.at[:, pl.ds(0, G)].T, _slab(shape, 1))
+            else:
+                result = load(o_smem.at[pl.ds(t * G, G)], slab)
+            store(o_ref.at[w, head] if shape.parts else o_ref.at[token + t, head], result)
 
         lax.fori_loop(0, count, lay_down, None)
         store(m_ref.at[w, head], m)
         store(l_ref.at[w, head], l)
+
+
+def _no_keys(sinks: Any, layout: Any, shape: GpuShape) -> tuple[Any, Any, Any]:
+    """The state (maximum, sum, accumulator) before the first key tile: nothing, or a sink for each query.
+
+    Where keys are the rows, their sums are kept per row of the tile, and added up at last: across warps.
+    """
+    H, n = shape.head_dim, shape.queries
+
+    def full(dims: tuple[int, ...], value: float, layout: Any) -> Any:
+        return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
+
+    if shape.narrow:
+        by_query = layout.reduce(0)
+        return full((n,), NEG, by_query), full((KEYS, n), 0.0, layout), full((H, n), 0.0, layout)
+    by_query = layout.reduce(1)
+    m = full((n,), NEG, by_query) if sinks is None else load(sinks, by_query)
+    return m, full((n,), float(shape.has_sinks), by_query), full((n, H), 0.0, layout)
 
 
 def _clear_unseen_values(
@@ -300,23 +316,28 @@ def _work_tile(
 ) -> Any:  # fmt: skip
     """One online-softmax step over the key tile that begins at position `start`."""
     m, l, acc = state
-    tile, layout = (ROWS, KEYS), products.layout(values.dtype)
-    s = products.scores(queries, keys) * shape.scale
+    layout = products.layout(values.dtype)
+    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
+    tile = (KEYS, shape.queries) if shape.narrow else (ROWS, KEYS)
+    s = products.scores(queries, keys, shape) * shape.scale
     if shape.soft_cap is not None:
         s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, tile, layout=layout)
-    key = start + iota(1)
+    key = start + iota(of_key)
     seen = key < stop
     token = pos
     if not shape.parts:
-        token = pos + lax.div(iota(0), jnp.int32(shape.group))
+        token = pos + lax.div(iota(of_query), jnp.int32(shape.group))
         seen &= key <= token
     if shape.window is not None:
         seen &= key > token - shape.window
     s = jnp.where(seen, s, NEG)
-    top = jnp.maximum(m, s.max(axis=1))
+    top = jnp.maximum(m, s.max(axis=of_key))
     shrink = jnp.exp(m - top)
-    p = jnp.exp(s - lax.broadcast_in_dim(top, tile, [0]))
-    l = l * shrink + p.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-    return top, l, products.weighted(acc, p, others, values)
+    p = jnp.exp(s - lax.broadcast_in_dim(top, tile, [of_query]))
+    if shape.narrow:
+        l = l * lax.broadcast_in_dim(shrink, tile, [1]) + p
+    else:
+        l = l * shrink + p.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [of_query])
+    return top, l, products.weighted(acc, p, others, values, shape)

@@ -23,6 +23,7 @@ ROWS = 64  # of queries that a program works
 KEYS = 64  # of one key tile
 # Programs that keep the device busy where rows are few: twice the multiprocessors of an H100.
 PROGRAMS = 264
+FEW = 16  # query heads of a KV head up to which a decode row is worked with keys as rows
 SUBLANES = 8  # rows of one swizzled shared-memory tile
 
 
@@ -72,6 +73,16 @@ class GpuShape:
     has_sinks: bool = False
 
     @property
+    def narrow(self) -> bool:
+        """Keys are the 64 rows of a product and queries its columns: a few of them do not pay for 64."""
+        return self.parts and self.group <= FEW and self.head_dim % ROWS == 0
+
+    @property
+    def queries(self) -> int:
+        """Of a program, in the products' multiples."""
+        return -(-self.group // SUBLANES) * SUBLANES if self.narrow else ROWS
+
+    @property
     def unit(self) -> int:
         """Keys that one copy brings."""
         return min(self.block_size, KEYS)
@@ -82,10 +93,10 @@ class GpuShape:
         return next(lanes for lanes in (64, 32, 16) if self.head_dim % lanes == 0)
 
 
-def plain_shape(layout: KVLayout) -> GpuShape:
-    """The kernel that takes most of a chip: decode parts, whose results are laid down in float32."""
+def widest_shape(layout: KVLayout) -> GpuShape:
+    """The kernel that takes most of a chip: decode parts of many heads, whose results are laid down in float32."""
     return GpuShape(
-        layout.block_size, layout.num_kv_heads, layout.head_dim, 1, 1, 1, True, 1.0, None, None
+        layout.block_size, layout.num_kv_heads, layout.head_dim, 1, ROWS, 1, True, 1.0, None, None
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
 from pagedjax.kernels.gpu_programs import load, store, sync, tiled
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check, plain_shape
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check, widest_shape
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 has no `mma`, and refuses below
@@ -107,7 +108,10 @@ class _Mma:
         H = shape.head_dim
         kv = tiled(self.tile_lanes(shape.unit, H), (self.stages(shape), KEYS, H), dtype)
         # Queries are done with when probabilities come.
-        return [kv, plgpu.RefUnion(plgpu.SMEM((ROWS, H), dtype), tiled(64, (ROWS, KEYS), dtype))]
+        probabilities = tiled(64, (ROWS, KEYS), dtype)
+        if shape.narrow:
+            probabilities = plgpu.SMEM((KEYS, shape.queries), dtype)
+        return [kv, plgpu.RefUnion(plgpu.SMEM((ROWS, H), dtype), probabilities)]
 
     def tile_lanes(self, keys: int, head_dim: int) -> int:
         """Lanes of a shared-memory tile: the widest that divide the head and by which `keys` rows can be copied.
@@ -131,24 +135,32 @@ class _Mma:
     def staged(self, refs: Any) -> Any:
         return refs[0][0]
 
-    def queries(self, refs: Any) -> Any:
+    def queries(self, refs: Any, shape: GpuShape) -> Any:
         staged = self.staged(refs)
+        if shape.narrow:
+            return load(staged.at[pl.ds(0, shape.queries)].T, plgpu.Layout.MMA_RHS(staged.dtype))
         return load(staged, plgpu.Layout.MMA_LHS(staged.dtype))
 
-    def scores(self, queries: Any, keys: Any) -> Any:
-        none = plgpu.layout_cast(jnp.zeros((ROWS, KEYS), jnp.float32), self.layout(keys.dtype))
-        return plgpu.mma(none, queries, load(keys.T, plgpu.Layout.MMA_RHS(keys.dtype)))
+    def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
+        dtype = keys.dtype
+        dims = (KEYS, shape.queries) if shape.narrow else (ROWS, KEYS)
+        none = plgpu.layout_cast(jnp.zeros(dims, jnp.float32), self.layout(dtype))
+        if shape.narrow:
+            return plgpu.mma(none, load(keys, plgpu.Layout.MMA_LHS(dtype)), queries)
+        return plgpu.mma(none, queries, load(keys.T, plgpu.Layout.MMA_RHS(dtype)))
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any) -> Any:
-        p_smem, dtype = refs[0][1], values.dtype
-        p_smem[...] = p.astype(dtype)
+    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
+        probabilities, dtype = refs[0][1], values.dtype
+        left, right = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
+        store(probabilities, p.astype(dtype))
         sync(self)
-        probabilities = load(p_smem, plgpu.Layout.MMA_LHS(dtype))
-        return plgpu.mma(acc, probabilities, load(values, plgpu.Layout.MMA_RHS(dtype)))
+        if shape.narrow:
+            return plgpu.mma(acc, load(values.T, left), load(probabilities, right))
+        return plgpu.mma(acc, load(probabilities, left), load(values, right))
 
 
 def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int]) -> int:
     """Shared memory that one program takes on such a GPU."""
     products = _Mma(*_of_capability(capability))
-    shape = plain_shape(layout)
+    shape = widest_shape(layout)
     return products.shared_bytes(shape, products.stages(shape))

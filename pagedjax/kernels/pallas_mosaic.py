@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
 from pagedjax.kernels.gpu_programs import load, store, tiled
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, GpuShape, attend_rows, check, plain_shape
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, GpuShape, attend_rows, check, widest_shape
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu
@@ -77,18 +77,23 @@ class _Wgmma:
     def staged(self, refs: Any) -> Any:
         return refs[1][0]
 
-    def queries(self, refs: Any) -> Any:
+    def queries(self, refs: Any, shape: GpuShape) -> Any:
         store(refs[0], load(refs[1][0], plgpu.Layout.WGMMA))
-        return refs[0]
+        return refs[0].at[pl.ds(0, shape.queries)].T if shape.narrow else refs[0]
 
-    def scores(self, queries: Any, keys: Any) -> Any:
+    def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
+        if shape.narrow:
+            return _product(keys, queries, (KEYS, shape.queries))
         return _product(queries, keys.T, (ROWS, KEYS))
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any) -> Any:
+    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
         probabilities = refs[1][1]
+        if shape.narrow:
+            probabilities = probabilities.at[pl.ds(0, shape.queries)].T
         store(probabilities, p.astype(values.dtype))
         plgpu.commit_smem()
-        return acc + _product(probabilities, values, acc.shape)
+        operands = (values.T, probabilities) if shape.narrow else (probabilities, values)
+        return acc + _product(*operands, acc.shape)
 
 
 def _product(a: Any, b: Any, dims: tuple[int, int]) -> Any:
@@ -101,4 +106,4 @@ def _product(a: Any, b: Any, dims: tuple[int, int]) -> Any:
 
 def shared_memory_bytes(layout: KVLayout) -> int:
     """Shared memory that one program takes, barriers left out."""
-    return gpu_programs.shared_bytes(plain_shape(layout), jnp.dtype(layout.dtype), _Wgmma())
+    return gpu_programs.shared_bytes(widest_shape(layout), jnp.dtype(layout.dtype), _Wgmma())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pagedjax.kernels import KVLayout, paged_attention, pallas_mma
-from pagedjax.kernels.gpu_rows import plain_shape
+from pagedjax.kernels.gpu_rows import widest_shape
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter of GPU kernels"
@@ -46,7 +46,7 @@ def test_key_tiles_follow_from_shared_memory():
     """At head dim 256 two key tiles fit an A100 (163 KiB a program) and one an RTX 4090 (99)."""
 
     def stages(head_dim, kib):
-        shape = plain_shape(KVLayout(1, 1, 16, 1, head_dim, "float16"))
+        shape = widest_shape(KVLayout(1, 1, 16, 1, head_dim, "float16"))
         return pallas_mma._Mma(False, kib << 10).stages(shape)
 
     assert [stages(h, kib) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]

@@ -1,10 +1,11 @@
 """What one program of the GPU kernels does: an entry's queries come in, its key tiles are worked, outputs go out.
 
 A program is (work entry, KV head): up to 64 rows of queries of one sequence, a token's G heads side by side, over a
-range of keys. Decode rows with few heads a KV head are worked the other way round (`GpuShape.narrow`): keys, and lanes of
-values, are the 64 rows of the tensor core's tile, and the few queries its columns. Queries are read from the flat array of all tokens, token by token, and normalised outputs of prefill
-entries are written straight to such an array; parts of decode rows leave (accumulator, maximum, sum) in float32.
-`pallas_mosaic` and `pallas_mma` give the products, and how blocks come.
+range of keys. Decode rows with few heads a KV head are worked the other way round (`GpuShape.narrow`): keys, and lanes
+of values, are the 64 rows of the tensor core's tile, and the few queries its columns. Queries are read from the flat
+array of all tokens, token by token, and normalised outputs of prefill entries are written straight to such an array;
+parts of decode rows leave (accumulator, maximum, sum) in float32. `pallas_mosaic` and `pallas_mma` give the products,
+and how blocks come.
 """
 
 from __future__ import annotations

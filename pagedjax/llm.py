@@ -98,7 +98,6 @@ class LLM:
 
         config = self.config
         loaded = self._load(config.model.model)
-        self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
         if length > loaded.config.longest_len:
@@ -106,6 +105,8 @@ class LLM:
                 f"model.max_model_len={length}: must not exceed the model's own {loaded.config.longest_len}; "
                 "lower it"
             )
+        loaded = dataclasses.replace(loaded, config=loaded.config.for_length(length))
+        self.model_config = loaded.config
         self.understood = loaded.understood
         self.chat_template = _read_template(config.model.chat_template)
         self.model_name = loaded.name
@@ -457,7 +458,7 @@ class LLM:
             if isinstance(weights, str | Path):
                 source = str(weights)
                 loaded = self._load(source)
-                if loaded.config != self.model_config:
+                if loaded.config.for_length(self.max_model_len) != self.model_config:
                     raise ValueError(
                         f"{weights}: is of other shapes or settings than {self.model_name}; build another LLM for it"
                     )

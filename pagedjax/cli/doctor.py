@@ -267,6 +267,10 @@ def _positions(config: ModelConfig) -> str:
         text += ", not stretched"
     elif scaling.kind == "table":
         text += ", stretched pair by pair (a table in the file)"
+    elif scaling.kind == "longrope":
+        text += (
+            f", longrope: one table up to {scaling.original_len} tokens of model.max_model_len, another above"
+        )
     else:
         text += f", {scaling.kind} x{scaling.factor:g} from {scaling.original_len or config.max_model_len}"
     bare = tuple(layer for layer in range(config.num_layers) if not config.uses_rope(layer))

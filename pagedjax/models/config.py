@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from pagedjax.models.checks import ModelError as ModelError
@@ -25,17 +25,18 @@ class RopeScaling:
     Attributes:
         kind: "linear" divides every frequency; "llama3" divides the slow ones and blends a band between;
             "yarn" blends by the number of turns and scales the attention temperature; "table" divides each
-            frequency by its own number.
+            frequency by its own number; "longrope" is one of two such tables, by the longest sequence (`chosen`).
         factor: By how much the length was stretched.
         original_len: Length before stretching, in tokens (llama3, yarn).
         low_freq_factor, high_freq_factor: Edges of llama3's band, in turns over original_len.
         beta_fast, beta_slow: Edges of yarn's band, in turns over original_len.
         attention_factor: Multiplies cos and sin; 0 takes yarn's own formula 0.1 ln(factor) + 1.
         truncate: Round yarn's band edges to whole dimensions.
-        divisors: One per rotated pair (table).
+        divisors: One per rotated pair (table; longrope beyond original_len).
+        short_divisors: One per rotated pair (longrope up to original_len).
 
     Source:
-        Position interpolation: arXiv 2306.15595. YaRN: arXiv 2309.00071, §3.
+        Position interpolation: arXiv 2306.15595. YaRN: arXiv 2309.00071, §3. LongRoPE: arXiv 2402.13753.
     """
 
     kind: str
@@ -48,11 +49,24 @@ class RopeScaling:
     attention_factor: float = 0.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
+
+    def chosen(self, longest: int) -> RopeScaling:
+        """Itself, or of longrope the table for sequences of up to so many tokens.
+
+        One table serves all positions of an engine: were it chosen by each sequence's length, as in transformers,
+        cached keys would be wrong as soon as their sequence grew past the border.
+        """
+        if self.kind != "longrope":
+            return self
+        divisors = self.divisors if longest > self.original_len else self.short_divisors
+        return RopeScaling("table", self.factor, divisors=divisors, attention_factor=self.attention_factor)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "yarn", "table"):
+        kinds = ("linear", "llama3", "yarn", "table", "longrope")
+        if self.kind not in kinds:
             raise ModelError(
-                f"rope_scaling={self.kind!r}: must be linear, llama3, yarn or table; use a model with one of these"
+                f"rope_scaling={self.kind!r}: must be {', '.join(kinds)}; use a model with one of these"
             )
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             _check_number(f"rope_scaling {name}", getattr(self, name), above=0.0)
@@ -66,9 +80,9 @@ class RopeScaling:
             raise ModelError(
                 f"rope_scaling beta_fast={self.beta_fast}: must be at least beta_slow={self.beta_slow}; mend the config"
             )
-        if not all(math.isfinite(d) and d > 0 for d in self.divisors):
+        if not all(math.isfinite(d) and d > 0 for d in (*self.divisors, *self.short_divisors)):
             raise ModelError("rope_scaling divisors: must be positive numbers; download the file again")
-        if self.kind in ("llama3", "yarn") and self.original_len <= 0:
+        if self.kind in ("llama3", "yarn", "longrope") and self.original_len <= 0:
             raise ModelError(
                 f"rope_scaling original length={self.original_len}: {self.kind} needs the length before "
                 "stretching; set original_max_position_embeddings in the config"
@@ -176,11 +190,13 @@ class ModelConfig:
                     f"{name} has {len(value)} entries: must have one per layer ({self.num_layers}) or none"
                 )
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "table" and len(scaling.divisors) != self.head_dim // 2:
-            raise ModelError(
-                f"rope_scaling has {len(scaling.divisors)} divisors: must have one per pair "
-                f"({self.head_dim // 2}); the file belongs to another model"
-            )
+        tables = {"table": ("divisors",), "longrope": ("divisors", "short_divisors")}
+        for name in tables.get("" if scaling is None else scaling.kind, ()):
+            if len(getattr(scaling, name)) != self.head_dim // 2:
+                raise ModelError(
+                    f"rope_scaling has {len(getattr(scaling, name))} {name}: must have one per pair "
+                    f"({self.head_dim // 2}); the file belongs to another model"
+                )
         if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
             raise ModelError(
                 f"experts.layers has {len(self.experts.layers)} entries: must have one per layer ({self.num_layers}) "
@@ -221,6 +237,12 @@ class ModelConfig:
             return self.max_model_len
         reach = int((scaling.original_len or self.max_model_len) * scaling.factor)
         return max(self.max_model_len, min(reach, LIMITS["max_model_len"]))
+
+    def for_length(self, longest: int) -> ModelConfig:
+        """The model as it serves sequences of up to so many tokens; it differs where positions are LongRoPE's."""
+        if self.rope_scaling is None or self.rope_scaling.chosen(longest) is self.rope_scaling:
+            return self
+        return replace(self, rope_scaling=self.rope_scaling.chosen(longest))
 
     @property
     def expert_parameters(self) -> int:

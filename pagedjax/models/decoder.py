@@ -153,7 +153,8 @@ class Decoder(nnx.Module):
         c = self.config
         if c.positions != "rope":
             return {}
-        full = rope_tables(positions, *rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        scaling = c.rope_scaling and c.rope_scaling.chosen(c.max_model_len)
+        full = rope_tables(positions, *rope_frequencies(c.head_dim, c.rope_theta, scaling))
         if not c.local_rope_theta:
             return {False: full, True: full}
         return {

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagedjax.models.config import LIMITS, ModelConfig, ModelError, check_range
+from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
 from pagedjax.models.config_keys import GENERATION, NO_EFFECT, Reader, check_keys, refuse_key
 from pagedjax.models.config_parts import (
     GATED,
@@ -154,16 +154,66 @@ def _qwen3(r: Reader) -> ModelConfig:
 def _phi3(r: Reader) -> ModelConfig:
     if r.flag("attention_bias", False):
         r.fail("attention_bias", "this family has none")
-    common, rotary = common_fields(r, "phi3", eps=1e-5, ends=(1, 32000)), rotary_fields(r)
-    if (
-        rotary["rope_scaling"] is not None
-    ):  # transformers takes "yarn" for LongRoPE here, and refuses the rest
+    common = common_fields(r, "phi3", eps=1e-5, ends=(1, 32000))
+    name = "rope_scaling" if r.table("rope_scaling") else "rope_parameters"
+    kind = r.table(name).get("rope_type", r.table(name).get("type"))
+    # Its files say "su" or "yarn" where they mean LongRoPE, as transformers has it.
+    rotary = _longrope(r, name) if kind in ("longrope", "su", "yarn") else rotary_fields(r)
+    if rotary["rope_scaling"] is not None and rotary["rope_scaling"].kind != "longrope":
         raise ModelError(
-            f"{r.where}: rope_scaling={rotary['rope_scaling'].kind!r}: this family knows only LongRoPE, which is not "
-            "supported; use a model of 4k tokens"
+            f"{r.where}: rope_scaling={rotary['rope_scaling'].kind!r}: this family knows only LongRoPE; "
+            "use a model with that, or one that is not stretched"
         )
     windows = one_window(r, common["num_layers"], r.optional_whole("sliding_window"))
     return ModelConfig(**common, **rotary, windows=windows)
+
+
+_LONGROPE = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"),
+    *("short_factor", "long_factor", "original_max_position_embeddings"),
+)
+
+
+def _longrope(r: Reader, name: str) -> dict[str, Any]:
+    """Two tables of divisors; the temperature grows with the ratio of the lengths."""
+    table = r.table(name)
+    for key, value in table.items():
+        if key not in _LONGROPE and value is not None:
+            refuse_key(f"{r.where}: {name} of type longrope", key, value, _LONGROPE)
+    p = Reader(table, f"{r.where}: {name}")
+    for part in (p, r):
+        if part.positive("partial_rotary_factor", 1.0) != 1.0:
+            part.fail("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+    key, longest = "original_max_position_embeddings", r.whole("max_position_embeddings")
+    inside, beside = p.get(key), r.get(key)
+    r.prefer(key, beside, f"{name}.{key}", inside)
+    original = (p if beside is None and inside is not None else r).whole(key, longest)
+    check_range(key, original, 2, LIMITS["max_model_len"])
+    factor = p.optional_positive("factor") or longest / original
+    attention = p.optional_positive("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    r.prefer(f"{name}.rope_theta", p.get("rope_theta"), "rope_theta", r.get("rope_theta"))
+    theta = (p if p.get("rope_theta") is not None else r).positive("rope_theta", 10000.0)
+    scaling = RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=attention,
+        divisors=_divisors(p, "long_factor"),
+        short_divisors=_divisors(p, "short_factor"),
+    )
+    return dict(rope_theta=theta, rope_scaling=scaling)
+
+
+def _divisors(p: Reader, key: str) -> tuple[float, ...]:
+    values = p.get(key)
+    numbers = isinstance(values, list) and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) for v in values
+    )
+    if not numbers:
+        p.fail(key, "must be a list of numbers, one per rotated pair")
+    return tuple(float(v) for v in values)
 
 
 def _gemma(r: Reader, family: str) -> dict[str, Any]:

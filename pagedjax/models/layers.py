@@ -114,7 +114,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     if scaling is None:
         return freq, 1.0
     if scaling.kind == "table":
-        return freq / np.asarray(scaling.divisors), 1.0
+        return freq / np.asarray(scaling.divisors), scaling.attention_factor or 1.0
     if scaling.kind == "linear":
         return freq / scaling.factor, 1.0
     if scaling.kind == "llama3":

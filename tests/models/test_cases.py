@@ -229,7 +229,8 @@ def _family(name, **changes):
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_B128_partly_rotated_heads_are_found_in_every_place(name):
-    assert config_from_hf(_family(name, partial_rotary_factor=1.0)).rope_scaling is None
+    # gpt-oss is stretched where its file is silent.
+    assert config_from_hf(_family(name, partial_rotary_factor=1.0)) == config_from_hf(_family(name))
     nested = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
     tables = {"full_attention": nested, "sliding_attention": {}} if name == "gemma3_text" else nested
     places = [dict(partial_rotary_factor=0.5), dict(rope_parameters=tables)]

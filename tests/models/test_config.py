@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
@@ -139,7 +140,14 @@ def test_bad_values_are_named_in_one_line(change, names):
         ({"llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
         ({"llama.block_count": True}, "block_count=True"),
         ({"llama.attention.head_count": [9, 9]}, "head_count"),
-        ({"llama.expert_count": 8}, "expert_count=8"),
+        ({"llama.expert_count": 8}, "expert_used_count=None"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "experts per token=9"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.0},
+            "scale=2.0",
+        ),
+        ({"llama.expert_gating_func": 2}, "expert_gating_func"),
+        ({"general.architecture": "qwen2", "qwen2.expert_count": 8}, "qwen2.expert_count"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor=None"),
     ],
 )
@@ -162,3 +170,44 @@ def test_per_layer_patterns_must_fit():
         tiny_config(windows=(4, None, 4))
     with pytest.raises(ModelError, match="own key"):
         tiny_config(windows=(0, None))
+
+
+LONGROPE = dict(
+    model_type="phi3", vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=128, original_max_position_embeddings=16,
+    rope_scaling=dict(type="su", short_factor=[1.0, 1.1, 1.5, 2.0], long_factor=[1.0, 1.7, 4.0, 9.0]),
+)  # fmt: skip
+
+
+def test_longrope_is_one_table_by_the_longest_sequence():
+    """The temperature is the same for both: sqrt(1 + ln(128 / 16) / ln 16)."""
+    from pagedjax.models.layers import rope_frequencies
+
+    config = config_from_hf(LONGROPE)
+    plain = 10000.0 ** (-np.arange(4) / 4)
+    for longest, key in ((16, "short_factor"), (17, "long_factor"), (128, "long_factor")):
+        scaling = config.for_length(longest).rope_scaling
+        freq, factor = rope_frequencies(8, config.rope_theta, scaling)
+        np.testing.assert_allclose(freq, plain / LONGROPE["rope_scaling"][key])
+        assert factor == pytest.approx((1 + np.log(8) / np.log(16)) ** 0.5)
+    llama = tiny_config()
+    assert llama.for_length(9) is llama
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [
+        (dict(long_factor=[1.0, 2.0]), "has 2 divisors: must have one per pair"),
+        (dict(short_factor=None), "short_factor=None: must be a list of numbers"),
+        (dict(short_factor=[1, 2, 3, "4"]), "must be a list of numbers"),
+        (dict(long_factor=[1.0, 2.0, 0.0, 1.0]), "must be positive numbers"),
+        (dict(partial_rotary_factor=0.75), "partly rotated heads"),
+        (dict(low_freq_factor=1.0), "low_freq_factor"),
+        (dict(type="linear", factor=2.0, short_factor=None, long_factor=None), "knows only LongRoPE"),
+    ],
+)
+def test_other_longrope_tables_are_refused(table, part):
+    with pytest.raises(ModelError) as caught:
+        config_from_hf({**LONGROPE, "rope_scaling": {**LONGROPE["rope_scaling"], **table}})
+    assert part in str(caught.value)

@@ -34,6 +34,14 @@ _COMMON = dict(
 _GATED_ONLY = ("intermediate_size", "num_key_value_heads", "rms_norm_eps")  # GPT-2 and OPT know none of them
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 
+_LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    original_max_position_embeddings=100,
+    short_factor=[1.0, 1.1, 1.5, 2.0],
+    long_factor=[1.0, 1.7, 4.0, 9.0],
+)
+
 # Each row: model_type and what differs from the common sizes.
 FAMILIES = {
     "llama2": ("llama", dict(tie_word_embeddings=False, rope_parameters=_ROPE)),
@@ -80,6 +88,28 @@ FAMILIES = {
     ),
     "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=_ROPE)),
     "phi3": ("phi3", dict(sliding_window=9, rope_parameters=_ROPE)),
+    "phi3_short": ("phi3", dict(original_max_position_embeddings=100, rope_parameters=_LONGROPE)),
+    "phi3_long": (
+        "phi3",
+        dict(
+            original_max_position_embeddings=16,
+            sliding_window=11,
+            rope_parameters=dict(_LONGROPE, original_max_position_embeddings=16),
+        ),
+    ),
+    "phi3_factor": (
+        "phi3",
+        dict(
+            num_attention_heads=2,
+            rope_parameters=dict(
+                _LONGROPE,
+                original_max_position_embeddings=16,
+                attention_factor=1.2,
+                short_factor=[1.0] * 8,
+                long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0],
+            ),
+        ),
+    ),
     "gemma2": (
         "gemma2",
         dict(
@@ -215,7 +245,8 @@ EXPERTS = {
     name for name, (kind, _) in FAMILIES.items() if kind in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 }
 # One of each family of experts is frozen for the default suite; the others are rows of this one.
-FROZEN = [name for name, (kind, _) in FAMILIES.items() if name not in EXPERTS or name == kind]
+UNFROZEN = EXPERTS | {"phi3_short", "phi3_long", "phi3_factor"}
+FROZEN = [name for name, (kind, _) in FAMILIES.items() if name not in UNFROZEN or name == kind]
 
 
 def _steps(name):
@@ -314,9 +345,10 @@ def test_prefill_chunks_decode_and_batches_equal_transformers(torch, name, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     loaded = load_model(tmp_path, progress=False)
+    config = loaded.config.for_length(PROMPT + LONG)  # LongRoPE's table is chosen by the longest sequence
     size = dict(tokens=96, seqs=4, width=24)
-    alone = PagedModel(loaded.config, loaded.params, **size).feed({"s": ids})["s"]
-    model = PagedModel(loaded.config, loaded.params, **size)
+    alone = PagedModel(config, loaded.params, **size).feed({"s": ids})["s"]
+    model = PagedModel(config, loaded.params, **size)
     other = np.random.default_rng(9).integers(3, VOCAB, 40).tolist()
     parts = [model.feed({"s": ids[:11]})["s"]]
     parts.append(model.feed({"s": ids[11:PROMPT], "t": other[:9]})["s"])

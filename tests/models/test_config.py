@@ -147,7 +147,6 @@ def test_bad_values_are_named_in_one_line(change, names):
             "scale=2.0",
         ),
         ({"llama.expert_gating_func": 2}, "expert_gating_func"),
-        ({"general.architecture": "qwen2", "qwen2.expert_count": 8}, "qwen2.expert_count"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor=None"),
     ],
 )

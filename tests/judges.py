@@ -65,23 +65,30 @@ def numpy_forward(config, params, tokens) -> np.ndarray:
         x = x + p["position_embed"][pos]
     for layer in range(c.num_layers):
         w = p[f"layer_{layer:02d}"]
-        y = _linear(_norm(x, w["attn_norm"], c), w["qkv"]).reshape(len(tokens), -1, c.head_dim)
-        q, k, v = np.split(y, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
-        if c.qk_norm_whole:
-            q, k = (
-                _norm(h.reshape(len(tokens), -1), w[name], c).reshape(h.shape)
-                for h, name in ((q, "q_norm"), (k, "k_norm"))
-            )
-        elif c.qk_norm:
-            q, k = _norm(q, w["q_norm"], c), _norm(k, w["k_norm"], c)
         window = c.windows[layer] if c.windows else None
-        if c.positions == "rope" and (not c.rope_layers or c.rope_layers[layer]):
-            theta = c.local_rope_theta if window and c.local_rope_theta else c.rope_theta
-            q, k = _turn(q, pos, theta), _turn(k, pos, theta)
-        mixed = np.zeros_like(q)
+        y = _norm(x, w["attn_norm"], c)
+        if c.latent:
+            q, k, v = _expanded(c, w["latent"], y, pos)
+        else:
+            q, k, v = np.split(
+                _linear(y, w["qkv"]).reshape(len(tokens), -1, c.head_dim),
+                [c.num_heads, c.num_heads + c.num_kv_heads],
+                axis=1,
+            )
+            if c.qk_norm_whole:
+                q, k = (
+                    _norm(h.reshape(len(tokens), -1), w[name], c).reshape(h.shape)
+                    for h, name in ((q, "q_norm"), (k, "k_norm"))
+                )
+            elif c.qk_norm:
+                q, k = _norm(q, w["q_norm"], c), _norm(k, w["k_norm"], c)
+            if c.positions == "rope" and (not c.rope_layers or c.rope_layers[layer]):
+                theta = c.local_rope_theta if window and c.local_rope_theta else c.rope_theta
+                q, k = _turn(q, pos, theta), _turn(k, pos, theta)
+        mixed = np.zeros((len(tokens), c.num_heads, v.shape[-1]))
         for head in range(c.num_heads):
-            kv = head // (c.num_heads // c.num_kv_heads)
-            scores = _cap(q[:, head] @ k[:, kv].T * (c.query_scale or c.head_dim**-0.5), c.attn_soft_cap)
+            kv = head // (c.num_heads // k.shape[1])
+            scores = _cap(q[:, head] @ k[:, kv].T * (c.query_scale or q.shape[-1] ** -0.5), c.attn_soft_cap)
             seen = pos[:, None] >= pos[None, :]
             if window:
                 seen &= pos[:, None] - pos[None, :] < window
@@ -143,6 +150,25 @@ def expert_mlp(x, p, c):
     return out + (_mlp(x, p["shared"], c) if e.d_shared else 0.0)
 
 
+def _expanded(c, w, x, positions):
+    """Latent attention as its paper writes it: every head's queries, keys and values, f64[T, N, …]."""
+    a, n = c.latent, c.num_heads
+
+    def low(y, scale):
+        return y / np.sqrt((y**2).mean(-1, keepdims=True) + a.norm_eps) * scale
+
+    q = low(_linear(x, w["q_down"]), w["q_norm"]["scale"]) if a.q_lora_rank else x
+    q = _linear(q, w["q_up"]).reshape(len(x), n, -1)
+    row = _linear(x, w["kv_down"])
+    latent = low(row[:, : a.kv_lora_rank], w["kv_norm"]["scale"])
+    turned = _turn(row[:, None, a.kv_lora_rank :], positions, c.rope_theta)
+    k = np.concatenate(
+        [_linear(latent, w["k_up"]).reshape(len(x), n, -1), np.repeat(turned, n, axis=1)], axis=-1
+    )
+    q = np.concatenate([q[..., : a.nope_dim], _turn(q[..., a.nope_dim :], positions, c.rope_theta)], axis=-1)
+    return q, k, _linear(latent, w["v_up"]).reshape(len(x), n, -1)
+
+
 def _to64(tree):
     if isinstance(tree, dict):
         return {k: _to64(v) for k, v in tree.items()}
@@ -162,12 +188,13 @@ class PagedModel:
     def __init__(self, config, params, *, block_size=4, num_blocks=64, seed=0, tokens=16, seqs=4, width=8):
         import jax
 
-        from pagedjax.kernels import KVLayout, make_pool
+        from pagedjax.kernels import make_pool
         from pagedjax.models import forward, logits, make_decoder
+        from pagedjax.models.decoder import pool_layout
 
         self.config, self.params, self.block_size = config, params, block_size
         self.tokens, self.seqs, self.width = tokens, seqs, width
-        layout = KVLayout(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        layout = pool_layout(config, num_blocks, block_size)
         self.pool = make_pool(layout, fill=np.nan)  # a slot that was not written must never be read
         free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
         self.free, self.tables, self.lens = list(map(int, free)), {}, {}

@@ -11,7 +11,7 @@ CACHE = {"pagedjax.cache"}
 # What describes a model, without jax.
 SHAPES = {
     f"pagedjax.models.{m}"
-    for m in ("checks", "mixture", "config", "config_keys", "sharding", "chat", "tokenizer")
+    for m in ("checks", "latent_widths", "mixture", "config", "config_keys", "sharding", "chat", "tokenizer")
 }
 SETTINGS = {"pagedjax.config", *SHAPES}
 HOST = CACHE | SETTINGS | {"pagedjax.engine"}
@@ -23,9 +23,15 @@ MAY_IMPORT = {
     "pagedjax.config": {"pagedjax.cache"},  # whose rules it checks by
     "pagedjax.models.checks": set(),
     "pagedjax.models.mixture": {"pagedjax.models.checks"},
-    "pagedjax.models.config": {"pagedjax.models.checks", "pagedjax.models.mixture"},
+    "pagedjax.models.latent_widths": {"pagedjax.models.checks"},
+    "pagedjax.models.config": {f"pagedjax.models.{m}" for m in ("checks", "latent_widths", "mixture")},
     "pagedjax.models.config_keys": {"pagedjax.models.config"},
     "pagedjax.models.config_parts": {"pagedjax.models.config", "pagedjax.models.config_keys"},
+    "pagedjax.models.latent_configs": {
+        "pagedjax.models.config",
+        "pagedjax.models.config_keys",
+        "pagedjax.models.config_parts",
+    },
     "pagedjax.models.sharding": {"pagedjax.models.config", "pagedjax.models.mixture"},
     "pagedjax.models.expert_configs": {
         "pagedjax.models.config",
@@ -38,6 +44,7 @@ MAY_IMPORT = {
         "pagedjax.models.config",
         "pagedjax.models.config_keys",
         "pagedjax.models.config_parts",
+        "pagedjax.models.latent_configs",
         "pagedjax.paths",
     },
     "pagedjax.models.gguf_configs": {
@@ -95,7 +102,7 @@ MAY_IMPORT = {
     },
     "pagedjax.runtime": HOST
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "jax", "jaxlib", "flax", "numpy", "chex"},
-    "pagedjax.runtime.pools": HOST | {"pagedjax.kernels", "jax", "psutil"},
+    "pagedjax.runtime.pools": HOST | {"pagedjax.kernels", "pagedjax.models.decoder", "jax", "psutil"},
     "pagedjax.runtime.snapshot": HOST
     | {"pagedjax.runtime", "pagedjax.kernels", "pagedjax.models", "orbax", "numpy"},
 }

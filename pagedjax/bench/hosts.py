@@ -142,14 +142,14 @@ def _main(address: str, index: int, sizes: list[int]) -> None:
 
 def _runner(place: Any, sizes: list[int]) -> Any:
     from pagedjax.config import SchedulerConfig
-    from pagedjax.kernels import KVLayout
+    from pagedjax.models.decoder import pool_layout
     from pagedjax.runtime import JaxRunner
     from pagedjax.testing import tiny_config, tiny_params
 
     batch, context, tokens, _ = sizes
     config = tiny_config()
     blocks = batch * -(-(context + tokens) // 16) + 1
-    layout = KVLayout(config.num_layers, blocks, 16, config.num_kv_heads, config.head_dim)
+    layout = pool_layout(config, blocks, 16)
     limits = SchedulerConfig(max_num_seqs=batch, token_budget=max(1024, batch))
     length = context + tokens
     return JaxRunner(config, tiny_params(config), layout, limits, max_model_len=length, place=place), limits

@@ -14,8 +14,8 @@ from pagedjax.cache import PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
-from pagedjax.kernels import KVLayout
 from pagedjax.lab.claims import TableRow
+from pagedjax.models.decoder import pool_layout
 from pagedjax.runtime import JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 
@@ -52,7 +52,7 @@ def run(
     for num_blocks in sizes:
         note(f"pool of {num_blocks:,} blocks")
         before = process.memory_info().rss
-        layout = KVLayout(config.num_layers, num_blocks, 16, config.num_kv_heads, config.head_dim)
+        layout = pool_layout(config, num_blocks, 16)
         runner = JaxRunner(config, params, layout, limits, max_model_len=context + steps + 16)
         manager = PagedManager(num_blocks=num_blocks, block_size=16)
         engine = Engine(manager, runner, limits, max_model_len=context + steps + 16)

@@ -120,13 +120,13 @@ def _simulated(sessions: int, kind: type[Recorder], path: Path | None) -> tuple[
 
 
 def _tiny_engine() -> Engine:
-    from pagedjax.kernels import KVLayout
+    from pagedjax.models.decoder import pool_layout
     from pagedjax.runtime import JaxRunner
     from pagedjax.testing import tiny_config, tiny_params
 
     config = tiny_config()
     limits = SchedulerConfig(max_num_seqs=8, token_budget=512)
-    layout = KVLayout(config.num_layers, 256, 16, config.num_kv_heads, config.head_dim)
+    layout = pool_layout(config, 256, 16)
     runner = JaxRunner(config, tiny_params(config), layout, limits, max_model_len=256)
     return Engine(PagedManager(num_blocks=256, block_size=16), runner, limits, max_model_len=256)
 

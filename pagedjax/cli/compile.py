@@ -300,8 +300,8 @@ def compile_step(
 
     from pagedjax.config import SchedulerConfig
     from pagedjax.engine.shapes import Bucket
-    from pagedjax.kernels import KVLayout, aot
-    from pagedjax.models.decoder import abstract_params
+    from pagedjax.kernels import aot
+    from pagedjax.models.decoder import abstract_params, pool_layout
     from pagedjax.runtime.mesh import ONE_DEVICE, DeviceMesh
     from pagedjax.runtime.runner import JaxRunner
 
@@ -309,7 +309,7 @@ def compile_step(
     mesh = place.mesh if topology else None
 
     def layout(num_blocks: int) -> KVLayout:
-        return KVLayout(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
+        return pool_layout(model, num_blocks, block_size, dtype)
 
     params = abstract_params(model, dtype)
     chip = params if place.cut is None else abstract_params(place.cut.local, dtype)

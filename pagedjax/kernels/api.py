@@ -89,7 +89,8 @@ def paged_attention(
         return_lse: Also return the log-sum-exp of the scores (sinks included), f32[T, N].
 
     Returns:
-        f[T, N, H] in q's dtype. Padding tokens and rows of length 0 give 0 (log-sum-exp -inf). A NaN among what a
+        f[T, N, H] in q's dtype, or f[T, N, latent_dim] where the pool's values lie in its keys.
+        Padding tokens and rows of length 0 give 0 (log-sum-exp -inf). A NaN among what a
         query sees, or in the query, gives NaN; so does a traced layer outside [0, L).
 
     Raises:

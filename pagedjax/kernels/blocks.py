@@ -10,7 +10,7 @@ from pagedjax.kernels.layout import KVPool, read_rows, write_rows
 
 
 def write_kv(
-    pool: KVPool, layer: int | jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
+    pool: KVPool, layer: int | jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array
 ) -> KVPool:
     """Stores this step's keys and values of one layer.
 
@@ -18,27 +18,32 @@ def write_kv(
         pool: Donate it to the enclosing jit, and use only the returned one.
         layer: 0 to L-1, Python int or i32[]; a traced one outside writes nothing.
         k: f[T, K, H], cast to the pool's dtype.
-        v: f[T, K, H].
+        v: f[T, K, H]; None where the pool's values lie in its keys.
         slot_mapping: i32[T], block id * B + offset. Slots outside [0, P*B) are dropped: padding is -1.
 
     Raises:
-        ValueError: k or v is not f[T, K, H] of slot_mapping and pool, the pool's array is not its layout's, or a
-            layer that is known while tracing is not one of the pool's.
+        ValueError: k or v is not f[T, K, H] of slot_mapping and pool, v is there or missing against the layout, the
+            pool's array is not its layout's, or a layer that is known while tracing is not one of the pool's.
     """
     layout = pool.layout
     doors.check_pool(pool)
     doors.check_layer(layout, layer)
     slots = doors.known_ids("slot_mapping", slot_mapping)
     dims = doors.dimensions(T=slots.shape[0], K=layout.num_kv_heads, H=layout.head_dim)
-    for name, x in (("k", k), ("v", v)):
+    if (v is None) != bool(layout.latent_dim):
+        raise ValueError(
+            f"v={'None' if v is None else 'an array'}: values of a pool of latent_dim={layout.latent_dim} "
+            f"{'lie in its keys; leave v out' if layout.latent_dim else 'lie beside its keys; give them'}"
+        )
+    parts = {"k": k} if v is None else {"k": k, "v": v}
+    for name, x in parts.items():
         doors.require(dims, name, x, "TKH", float)
-    T = slots.shape[0]
-    flat = (T, layout.kv_width)
-    kv = jnp.concatenate([k.reshape(flat), v.reshape(flat)], axis=1).astype(pool.data.dtype)
+    flat = (slots.shape[0], layout.kv_width)
+    kv = jnp.concatenate([x.reshape(flat) for x in parts.values()], axis=1).astype(pool.data.dtype)
     if native.serves(pool):
         return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
     rows = write_rows(layout, layer, slots // layout.block_size)
-    at = pool.data.at[rows, slots % layout.block_size, : 2 * layout.kv_width]
+    at = pool.data.at[rows, slots % layout.block_size, : layout.used_width]
     return KVPool(at.set(kv, mode="drop"), layout)
 
 

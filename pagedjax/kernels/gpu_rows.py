@@ -111,6 +111,10 @@ def check(pool: KVPool, ragged: RaggedBatch, group: int, why_not_float32: str) -
         raise NotImplementedError(
             f"block_size={layout.block_size}: must be between {SUBLANES} and chunk_tokens={ragged.chunk_tokens}"
         )
+    if layout.latent_dim:
+        raise NotImplementedError(
+            f"latent_dim={layout.latent_dim}: values within keys are not read by GPU kernels; use 'xla'"
+        )
     if layout.head_dim % 16:
         raise NotImplementedError(f"head_dim={layout.head_dim}: must be a multiple of 16")
     if group > ROWS:

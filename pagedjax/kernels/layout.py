@@ -8,6 +8,12 @@ then its V heads, then padding up to whole 128-lane vectors:
 
     data[l*P + b, offset] = | k_0 | k_1 | … | k_{K-1} | v_0 | … | v_{K-1} | padding |
                             0     H               K*H                  2*K*H      ceil128(2*K*H)
+
+Latent attention (docs/models.md) keeps one key a token for all heads, K = 1, and no value beside it: the value is the
+key's first lanes, `value_dim` of them:
+
+    data[l*P + b, offset] = | latent                  | rotated | padding |
+                            0               value_dim           H         ceil128(H)
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ from pagedjax.cache.rules import check_block_size
 
 LANES = 128
 POOL_DTYPES = ("float32", "bfloat16", "float16")
+MOST_LANES = 256  # of one head's key or value
+MOST_LATENT_LANES = 1024  # of a key that holds its value
 _INT32 = 2**31
 
 
@@ -36,8 +44,10 @@ class KVLayout:
         num_blocks: P, blocks per layer, the null block 0 included.
         block_size: B, tokens per block; a power of two between 1 and 1024.
         num_kv_heads: K.
-        head_dim: H, 1 to 256.
+        head_dim: H, lanes of one head's key: 1 to 256, or to 1024 where it holds the value.
         dtype: "float32", "bfloat16" or "float16" (a dtype object is accepted and becomes its name).
+        latent_dim: 0: a value of H lanes lies behind the keys. Above 0: nothing does, and the value is the first so
+            many lanes of the key, of which there is one a token (K = 1).
 
     Raises:
         ValueError: A value is out of its range, or slots would not fit int32.
@@ -49,6 +59,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str = "float32"
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
@@ -56,8 +67,14 @@ class KVLayout:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         check_block_size(self.block_size)
-        if not 1 <= self.head_dim <= 256:
-            raise ValueError(f"head_dim={self.head_dim}: must be between 1 and 256")
+        most = MOST_LATENT_LANES if self.latent_dim else MOST_LANES
+        if not 1 <= self.head_dim <= most:
+            raise ValueError(f"head_dim={self.head_dim}: must be between 1 and {most}")
+        if not 0 <= self.latent_dim <= self.head_dim or (self.latent_dim and self.num_kv_heads > 1):
+            raise ValueError(
+                f"latent_dim={self.latent_dim}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}: a value "
+                "within the key is at most as wide, and a token has one such key; 0 keeps keys and values apart"
+            )
         if self.dtype not in POOL_DTYPES:
             raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(POOL_DTYPES)}")
         if self.num_blocks * max(self.num_layers, self.block_size) >= _INT32 - 1:
@@ -68,13 +85,28 @@ class KVLayout:
 
     @property
     def width(self) -> int:
-        """Minor axis: 2*K*H rounded up to whole 128-lane vectors."""
-        return -(-2 * self.kv_width // LANES) * LANES
+        """Minor axis: the lanes in use rounded up to whole 128-lane vectors."""
+        return -(-self.used_width // LANES) * LANES
+
+    @property
+    def used_width(self) -> int:
+        """Lanes of one token that hold something: 2*K*H, or H where the value lies in the key."""
+        return self.kv_width if self.latent_dim else 2 * self.kv_width
 
     @property
     def kv_width(self) -> int:
-        """K*H: lanes of one token's keys, and of its values."""
+        """K*H: lanes of one token's keys."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Lanes of one head's value."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def value_offset(self) -> int:
+        """Lane of a token's row where the value of its first head begins."""
+        return 0 if self.latent_dim else self.kv_width
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,7 +124,7 @@ class KVPool:
     """All layers' KV blocks in one array, donated to each step and returned by it.
 
     Attributes:
-        data: f[L*P, B, ceil128(2*K*H)].
+        data: f[L*P, B, layout.width].
         layout: What the array means; static under jit.
     """
 

@@ -5,8 +5,8 @@
 // partial (sum of p*v, max, sum of p); a row's partials are merged in the order of its chunks. Which
 // thread works a unit never changes a result.
 //
-// Letters as in layout.py: S decode rows, K KV heads, G query heads per KV head, H head dim, M table
-// width, P blocks per layer, B tokens per block, W floats per token row.
+// Letters as in layout.py: S decode rows, K KV heads, G query heads per KV head, H lanes of a key, V lanes of a
+// value (its own, or the key's first), M table width, P blocks per layer, B tokens per block, W floats per token row.
 
 #include <algorithm>
 #include <atomic>
@@ -41,7 +41,8 @@ inline float ToFloat(BFloat16 x) {
 }
 
 struct Shape {
-  int64_t S, K, G, H, M, P, B, W;
+  int64_t S, K, G, H, V, M, P, B, W;
+  int64_t value_offset;  // of the first head's value in a token's row
   int64_t chunk;
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
@@ -66,17 +67,18 @@ inline float ExpNegative(float x) {
   return tiny ? 0.0f : y * scale;
 }
 
-// Up to kStrip consecutive rows against one KV head. kH: head dim known at compile time, or 0.
-template <typename T, int kH>
-void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int count, const float* __restrict q,
-           int64_t G, int64_t head_dim, float soft_cap, float* __restrict acc, float* __restrict m,
+// Up to kStrip consecutive rows against one KV head. kH, kV: lanes of key and value known at compile time, or 0.
+template <typename T, int kH, int kV>
+void Strip(const T* __restrict keys, const T* __restrict values, int64_t width, int count, const float* __restrict q,
+           int64_t G, int64_t key_dim, int64_t value_dim, float soft_cap, float* __restrict acc, float* __restrict m,
            float* __restrict l) {
-  const int64_t H = kH ? kH : head_dim;
+  const int64_t H = kH ? kH : key_dim;
+  const int64_t V = kV ? kV : value_dim;
   for (int64_t g = 0; g < G; ++g) {
     const float* __restrict query = q + g * H;
     float p[kStrip];
     for (int t = 0; t < count; ++t) {
-      const T* __restrict key = rows + t * width;
+      const T* __restrict key = keys + t * width;
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t h = 0; h < H; ++h) sum += query[h] * ToFloat(key[h]);
@@ -97,31 +99,31 @@ void Strip(const T* __restrict rows, int64_t width, int64_t value_offset, int co
       sum += p[t];
     }
     m[g] = top;
-    float* __restrict out = acc + g * H;
-    if constexpr (kH != 0) {
-      float part[kH ? kH : 1];
-      for (int h = 0; h < kH; ++h) part[h] = out[h] * shrink;
+    float* __restrict out = acc + g * V;
+    if constexpr (kV != 0) {
+      float part[kV ? kV : 1];
+      for (int h = 0; h < kV; ++h) part[h] = out[h] * shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows + t * width + value_offset;
-        for (int h = 0; h < kH; ++h) part[h] += p[t] * ToFloat(value[h]);
+        const T* __restrict value = values + t * width;
+        for (int h = 0; h < kV; ++h) part[h] += p[t] * ToFloat(value[h]);
       }
-      for (int h = 0; h < kH; ++h) out[h] = part[h];
+      for (int h = 0; h < kV; ++h) out[h] = part[h];
     } else {
-      for (int64_t h = 0; h < H; ++h) out[h] *= shrink;
+      for (int64_t h = 0; h < V; ++h) out[h] *= shrink;
       for (int t = 0; t < count; ++t) {
-        const T* __restrict value = rows + t * width + value_offset;
-        for (int64_t h = 0; h < H; ++h) out[h] += p[t] * ToFloat(value[h]);
+        const T* __restrict value = values + t * width;
+        for (int64_t h = 0; h < V; ++h) out[h] += p[t] * ToFloat(value[h]);
       }
     }
     l[g] = l[g] * shrink + sum;
   }
 }
 
-template <typename T, int kH>
+template <typename T, int kH, int kV>
 void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* table, int64_t begin, int64_t end,
           float* acc, float* m, float* l) {
   const int64_t heads = s.K * s.G;
-  std::fill(acc, acc + heads * s.H, 0.0f);
+  std::fill(acc, acc + heads * s.V, 0.0f);
   std::fill(m, m + heads, kNone);
   std::fill(l, l + heads, 0.0f);
   // Strips are cut by position, not by block, so that the block size changes no bit of the result. Where one
@@ -142,8 +144,8 @@ void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* ta
       rows = together.data();
     }
     for (int64_t k = 0; k < s.K; ++k) {
-      Strip<T, kH>(rows + k * s.H, s.W, s.K * s.H, count, q + k * s.G * s.H, s.G, s.H, s.soft_cap,
-                   acc + k * s.G * s.H, m + k * s.G, l + k * s.G);
+      Strip<T, kH, kV>(rows + k * s.H, rows + s.value_offset + k * s.V, s.W, count, q + k * s.G * s.H, s.G, s.H, s.V,
+                       s.soft_cap, acc + k * s.G * s.V, m + k * s.G, l + k * s.G);
     }
   }
 }
@@ -153,15 +155,16 @@ using UnitFn = void (*)(const Shape&, const float*, const T*, const int32_t*, in
                         float*);
 
 template <typename T>
-UnitFn<T> ChooseUnit(int64_t head_dim) {
-  switch (head_dim) {
-    case 32: return Unit<T, 32>;
-    case 64: return Unit<T, 64>;
-    case 80: return Unit<T, 80>;
-    case 96: return Unit<T, 96>;
-    case 128: return Unit<T, 128>;
-    case 256: return Unit<T, 256>;
-    default: return Unit<T, 0>;
+UnitFn<T> ChooseUnit(int64_t key_dim, int64_t value_dim) {
+  if (key_dim == 576 && value_dim == 512) return Unit<T, 576, 512>;
+  switch (key_dim == value_dim ? key_dim : 0) {
+    case 32: return Unit<T, 32, 32>;
+    case 64: return Unit<T, 64, 64>;
+    case 80: return Unit<T, 80, 80>;
+    case 96: return Unit<T, 96, 96>;
+    case 128: return Unit<T, 128, 128>;
+    case 256: return Unit<T, 256, 256>;
+    default: return Unit<T, 0, 0>;
   }
 }
 
@@ -208,7 +211,7 @@ void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T
                const int32_t* tables, const int32_t* lens, const int32_t* skip, int64_t num_rows, float* acc,
                float* m, float* l) {
   const int64_t heads = s.K * s.G;
-  const int64_t state = heads * (s.H + 2);
+  const int64_t state = heads * (s.V + 2);
   const T* layer_pool = pool + layer * s.P * s.B * s.W;
   std::vector<Task> tasks;
   std::vector<int64_t> first(s.S + 1, 0);
@@ -224,26 +227,26 @@ void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T
   }
   const int64_t n = static_cast<int64_t>(tasks.size());
   std::vector<float> parts(std::max<int64_t>(n, 1) * state);
-  const UnitFn<T> unit = ChooseUnit<T>(s.H);
+  const UnitFn<T> unit = ChooseUnit<T>(s.H, s.V);
   ParallelFor(threads, n, [&](int64_t i) {
     const Task& task = tasks[i];
     float* part = parts.data() + i * state;
     unit(s, q + task.row * heads * s.H, layer_pool, tables + task.row * s.M, task.begin, task.end, part,
-         part + heads * s.H, part + heads * (s.H + 1));
+         part + heads * s.V, part + heads * (s.V + 1));
   });
   for (int64_t row = 0; row < s.S; ++row) {
-    float* out = acc + row * heads * s.H;
-    std::fill(out, out + heads * s.H, 0.0f);
+    float* out = acc + row * heads * s.V;
+    std::fill(out, out + heads * s.V, 0.0f);
     for (int64_t head = 0; head < heads; ++head) {
       float top = kNone;
       for (int64_t i = first[row]; i < first[row + 1]; ++i)
-        top = std::max(top, parts[i * state + heads * s.H + head]);
+        top = std::max(top, parts[i * state + heads * s.V + head]);
       float sum = 0;
       for (int64_t i = first[row]; i < first[row + 1]; ++i) {
         const float* part = parts.data() + i * state;
-        const float weight = ExpNegative(part[heads * s.H + head] - top);
-        sum += weight * part[heads * (s.H + 1) + head];
-        for (int64_t h = 0; h < s.H; ++h) out[head * s.H + h] += weight * part[head * s.H + h];
+        const float weight = ExpNegative(part[heads * s.V + head] - top);
+        sum += weight * part[heads * (s.V + 1) + head];
+        for (int64_t h = 0; h < s.V; ++h) out[head * s.V + h] += weight * part[head * s.V + h];
       }
       m[row * heads + head] = top;
       l[row * heads + head] = sum;
@@ -267,18 +270,18 @@ int64_t NumLayers(ffi::AnyBuffer pool, int64_t blocks) {
 ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int layer, Table tables,
                   Ints lens, Ints skip, Int num_rows, ffi::Result<F32x4> acc, ffi::Result<F32x3> m,
                   ffi::Result<F32x3> l, int64_t blocks, int64_t chunk, int64_t window,
-                  float soft_cap) {
+                  int64_t value_dim, int64_t value_offset, float soft_cap) {
   const auto dims = q.dimensions();
   const auto pool_dims = pool.dimensions();
   const int64_t layers = NumLayers(pool, blocks);
   if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
-  const Shape s{dims[0], dims[1],  dims[2],      dims[3], tables.dimensions()[1], blocks,
-                pool_dims[1], pool_dims[2], chunk, window,  soft_cap};
+  const Shape s{dims[0],      dims[1],      dims[2],      dims[3], value_dim, tables.dimensions()[1], blocks,
+                pool_dims[1], pool_dims[2], value_offset, chunk,   window,    soft_cap};
   const int64_t heads = s.S * s.K * s.G;
-  if (2 * s.K * s.H > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || chunk < 1)
-    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token in blocks of a power of two");
+  if (s.K * s.H > s.W || s.V < 1 || value_offset < 0 || value_offset + s.K * s.V > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || chunk < 1)
+    return ffi::Error::InvalidArgument("pool: must hold keys and values of every token in blocks of a power of two");
   if (tables.dimensions()[0] < s.S || static_cast<int64_t>(lens.element_count()) < s.S ||
-      static_cast<int64_t>(skip.element_count()) < s.S || static_cast<int64_t>(acc->element_count()) != heads * s.H ||
+      static_cast<int64_t>(skip.element_count()) < s.S || static_cast<int64_t>(acc->element_count()) != heads * s.V ||
       static_cast<int64_t>(m->element_count()) != heads || static_cast<int64_t>(l->element_count()) != heads)
     return ffi::Error::InvalidArgument("tables, lens, skip and results: must have the queries' rows");
   const int64_t rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, s.S);
@@ -337,6 +340,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxDecode, Decode,
                                   .Attr<int64_t>("blocks")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("value_offset")
                                   .Attr<float>("soft_cap"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxWrite, Write,

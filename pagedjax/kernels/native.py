@@ -248,7 +248,7 @@ def attend(
 
 
 def write(pool: KVPool, layer: int | jax.Array, kv: jax.Array, slots: jax.Array) -> KVPool:
-    """Stores rows kv [T, 2*K*H] of the pool's dtype at slots i32[T]; those outside [0, P*B) are dropped."""
+    """Stores rows kv [T, layout.used_width] of the pool's dtype at slots i32[T]; those outside [0, P*B) are dropped."""
     data = jax.ffi.ffi_call(
         "pagedjax_write",
         jax.ShapeDtypeStruct(pool.data.shape, pool.data.dtype),
@@ -260,10 +260,13 @@ def write(pool: KVPool, layer: int | jax.Array, kv: jax.Array, slots: jax.Array)
 def _decode_items(
     queries: jax.Array, pool: KVPool, layer: int | jax.Array, ragged: RaggedBatch, params: xla.Params
 ) -> xla.State:
-    """State of the decode rows over their own items: acc f32[Sd, K, G, H], m and l f32[Sd, K, G]."""
-    Sd, K, G, H = queries.shape
+    """State of the decode rows over their own items: acc f32[Sd, K, G, Hv], m and l f32[Sd, K, G]."""
+    Sd, K, G, _ = queries.shape
+    layout = pool.layout
     work = ragged.decode_list(params.window)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((Sd, K, G, H), (Sd, K, G), (Sd, K, G))]
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((Sd, K, G, layout.value_dim), (Sd, K, G), (Sd, K, G))
+    ]
     acc, m, l = jax.ffi.ffi_call("pagedjax_decode", shapes)(
         queries,
         pool.data,
@@ -272,9 +275,11 @@ def _decode_items(
         ragged.seq_lens,
         work.skip,
         ragged.num_decodes,
-        blocks=pool.layout.num_blocks,
+        blocks=layout.num_blocks,
         chunk=ragged.chunk_tokens,
         window=params.window or 0,
+        value_dim=layout.value_dim,
+        value_offset=layout.value_offset,
         soft_cap=np.float32(params.soft_cap or 0),
     )
     return acc, m, l

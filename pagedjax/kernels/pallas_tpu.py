@@ -83,6 +83,8 @@ def _check(pool: KVPool, interpret: Any) -> None:
         raise NotImplementedError(f"platform={device_class()}: must be a TPU; use 'xla' here")
     if layout.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"dtype={layout.dtype}: must be float32 or bfloat16 on TPU")
+    if layout.latent_dim:
+        raise NotImplementedError(f"latent_dim={layout.latent_dim}: values within keys are not read yet")
     if layout.block_size < SUBLANES:
         raise NotImplementedError(f"block_size={layout.block_size}: must be at least {SUBLANES}")
 

@@ -51,7 +51,7 @@ def attend(
     sinks: jax.Array | None,
     decode_items: Callable[..., State] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) of `paged_attention`; serves every case.
+    """(o f[T, N, Hv], lse f32[T, N]) of `paged_attention`; serves every case.
 
     Args:
         decode_items: Works the items of the decode list in place of this module's loop; same arguments.
@@ -95,21 +95,21 @@ def assemble(
     """(o, lse) of all tokens from an implementation's two halves, shared prefixes worked here.
 
     Args:
-        decode: → the state of the decode rows over their own items: acc f32[Sd, K, G, H], m and l f32[Sd, K, G].
+        decode: → the state of the decode rows over their own items: acc f32[Sd, K, G, Hv], m and l f32[Sd, K, G].
         tiles: The state of all tokens, decode rows filled in → the same with the tiles' tokens.
         spare: Tokens by which the state that `tiles` sees is longer than T.
     """
-    T, N, H = q.shape
-    K, Sd = pool.layout.num_kv_heads, ragged.decode_bucket
+    T, N, _ = q.shape
+    K, Sd, Hv = pool.layout.num_kv_heads, ragged.decode_bucket, pool.layout.value_dim
     shape = (T + spare, K, N // K)
-    state = no_state(shape, H)
+    state = no_state(shape, Hv)
     if Sd:
         part = with_groups(decode(), q, pool, layer, ragged, params)
         state = _over(state, part) if Sd < T + spare else part
     if ragged.tile_queries:
         state = tiles(state)
     acc, m, l = (x[:T] for x in state)
-    out, lse = finalise(acc.reshape(T, N, H), m.reshape(T, N), l.reshape(T, N), sinks)
+    out, lse = finalise(acc.reshape(T, N, Hv), m.reshape(T, N), l.reshape(T, N), sinks)
     live = jnp.arange(T) < ragged.query_start_loc[-1]
     out = jnp.where(live[:, None, None], out, 0)
     return out.astype(q.dtype), jnp.where(live[:, None], lse, -jnp.inf)
@@ -136,7 +136,7 @@ def _over(state: State, part: State) -> State:
 def finalise(
     acc: jax.Array, m: jax.Array, l: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Divides acc f32[T, N, H] by the sum of exponentials l f32[T, N] at maximum m, sinks joined."""
+    """Divides acc f32[T, N, Hv] by the sum of exponentials l f32[T, N] at maximum m, sinks joined."""
     seen = seen_any(m, l)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :], m.shape)
@@ -162,9 +162,9 @@ def _gather(
     row: jax.Array,
     start: jax.Array,
     num_keys: int,
-    first_head: int,
+    values: bool = False,
 ) -> jax.Array:
-    """K heads from first_head on of num_keys positions from start on: [I, K, num_keys, H] in pool dtype.
+    """Keys, or values, of num_keys positions from start on: [I, K, num_keys, H or Hv] in pool dtype.
 
     One gather reads (block, head) windows and lays them out by head, so that no transpose follows.
 
@@ -172,17 +172,18 @@ def _gather(
         tables: i32[S, M].
         row: i32[I], which of the tables.
         start: i32[I], multiples of num_keys.
-        first_head: 0 for keys, K for values.
+        values: Which of them.
     """
     layout = pool.layout
-    B, K, H = layout.block_size, layout.num_kv_heads, layout.head_dim
+    B, K = layout.block_size, layout.num_kv_heads
+    first, H = (layout.value_offset, layout.value_dim) if values else (0, layout.head_dim)
     I, M = row.shape[0], tables.shape[1]
     unit = min(B, num_keys)
     pos = start[:, None] + jnp.arange(0, num_keys, unit, dtype=jnp.int32)[None, :]
     # Entry by entry: to take the row first would copy all of it, however wide the table is.
     ids = tables.at[row[:, None], jnp.minimum(pos // B, M - 1)].get(mode="promise_in_bounds")
     rows = read_rows(layout, layer, ids)
-    lanes = (first_head + jnp.arange(K, dtype=jnp.int32)) * H
+    lanes = first + jnp.arange(K, dtype=jnp.int32) * H
     shape = (I, K, num_keys // unit)
     index = [rows[:, None, :], (pos % B)[:, None, :], lanes[None, :, None]]
     windows = lax.gather(
@@ -194,6 +195,15 @@ def _gather(
         mode="promise_in_bounds",
     )
     return windows.reshape(I, K, num_keys, H)
+
+
+def _values(
+    pool: KVPool, layer: int | jax.Array, tables: jax.Array, row: jax.Array, start: jax.Array, keys: jax.Array
+) -> jax.Array:
+    """Values of the positions whose keys [I, K, num_keys, H] are given: gathered, or the keys' own first lanes."""
+    if pool.layout.latent_dim:
+        return keys[..., : pool.layout.latent_dim]
+    return _gather(pool, layer, tables, row, start, keys.shape[2], values=True)
 
 
 def _zero_unseen(values: jax.Array, seen: jax.Array) -> jax.Array:
@@ -225,6 +235,7 @@ def _decode_items(
         queries: f32[Sd, K, G, H], scaled.
     """
     Sd, K, G, H = queries.shape
+    Hv = pool.layout.value_dim
     work, chunk = ragged.decode_list(params.window), ragged.chunk_tokens
     lens = ragged.seq_lens[:Sd]
     size = work.row.shape[0]
@@ -242,7 +253,7 @@ def _decode_items(
         seen = (pos < lens[row][:, None]) & live[:, None]
         if params.window is not None:
             seen &= pos >= lens[row][:, None] - params.window
-        k = _gather(pool, layer, ragged.block_tables, row, start, chunk, 0).astype(jnp.float32)
+        k = _gather(pool, layer, ragged.block_tables, row, start, chunk).astype(jnp.float32)
         # Keys on the left: the product of a tall and a small matrix is 3 × the other way round on CPU.
         # The barrier keeps the transpose from being folded back into it.
         scores = lax.optimization_barrier(_dot("ikth,ikgh->iktg", k, queries[row]))
@@ -252,7 +263,7 @@ def _decode_items(
         p = jnp.exp(scores - m[..., None])
         # Not before the keys are done with, which they would push out of the cache.
         p, start = lax.optimization_barrier((p, start))
-        v = _zero_unseen(_gather(pool, layer, ragged.block_tables, row, start, chunk, K), seen)
+        v = _zero_unseen(_values(pool, layer, ragged.block_tables, row, start, k), seen)
         part = (_dot("ikgt,ikth->ikgh", p, v), m, p.sum(axis=-1))
         first = jnp.minimum(row[0], Sd - span)
         whose = (row - first)[None, :] == jnp.arange(span, dtype=jnp.int32)[:, None]
@@ -260,13 +271,13 @@ def _decode_items(
         new = _join(old, part, whose & live[None, :])
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(state, new))
 
-    return lax.fori_loop(0, (work.num_items + group - 1) // group, body, no_state((Sd, K, G), H))
+    return lax.fori_loop(0, (work.num_items + group - 1) // group, body, no_state((Sd, K, G), Hv))
 
 
-def no_state(shape: tuple[int, ...], H: int) -> State:
-    """The state of queries that have met no key."""
+def no_state(shape: tuple[int, ...], Hv: int) -> State:
+    """The state of queries that have met no key; values have Hv lanes."""
     f32 = jnp.float32
-    return jnp.zeros((*shape, H), f32), jnp.full(shape, NEG, f32), jnp.zeros(shape, f32)
+    return jnp.zeros((*shape, Hv), f32), jnp.full(shape, NEG, f32), jnp.zeros(shape, f32)
 
 
 def _join(state: State, parts: State, whose: jax.Array) -> State:
@@ -295,7 +306,7 @@ def _shared(
     of two of rows. All of these keys are written, and every row of the group sees them all.
     """
     Sd, K, G, H = queries.shape
-    chunk = ragged.chunk_tokens
+    chunk, Hv = ragged.chunk_tokens, pool.layout.value_dim
     sizes = [size for size in (_LEAST_GROUP << i for i in range(Sd.bit_length())) if size < Sd] + [Sd]
 
     def one_group(i: jax.Array, state: State) -> State:
@@ -308,16 +319,16 @@ def _shared(
             def one_chunk(j: jax.Array, part: State) -> State:
                 acc, m, l = part
                 start = (j * chunk)[None]
-                k = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk, 0)[0]
-                scores = _cap(_dot("kmh,kth->kmt", q, k.astype(jnp.float32)), params.soft_cap)
+                k = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk).astype(jnp.float32)
+                scores = _cap(_dot("kmh,kth->kmt", q, k[0]), params.soft_cap)
                 top = jnp.maximum(m, scores.max(axis=-1))
                 shrink = jnp.exp(m - top)
                 p = jnp.exp(scores - top[..., None])
-                v = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk, K)[0]
+                v = _values(pool, layer, ragged.block_tables, rows[:1], start, k)[0]
                 out = _dot("kmt,kth->kmh", p, v.astype(jnp.float32))
                 return acc * shrink[..., None] + out, top, l * shrink + p.sum(axis=-1)
 
-            none = no_state((K, size * G), H)
+            none = no_state((K, size * G), Hv)
             part = lax.fori_loop(work.group_first[i], work.group_chunks[i], one_chunk, none)
             by_place = (x.reshape(K, size, G, *x.shape[2:]).swapaxes(0, 1) for x in part)
             return of_rows(rows, tuple(by_place))
@@ -327,7 +338,7 @@ def _shared(
         mine = lax.switch(which, [functools.partial(of_size, size) for size in sizes])
         return merge(*(jnp.stack(pair, axis=1) for pair in zip(state, mine)))
 
-    return lax.fori_loop(0, work.num_groups, one_group, no_state((Sd, K, G), H))
+    return lax.fori_loop(0, work.num_groups, one_group, no_state((Sd, K, G), Hv))
 
 
 def of_rows(rows: jax.Array, state: State) -> State:
@@ -398,6 +409,7 @@ def _one_tile(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries f32[K, G, tile, H] at positions first_pos + i over one table: acc, m, l, tile axis first."""
     K, G, size, H = q.shape
+    Hv = pool.layout.value_dim
     flat = q.reshape(K, G * size, H)
     index = jnp.arange(size, dtype=jnp.int32)
     qpos = first_pos + index
@@ -408,20 +420,20 @@ def _one_tile(
         acc, m, l = state
         start = (i * chunk)[None]
         pos = start + jnp.arange(chunk, dtype=jnp.int32)
-        k = _gather(pool, layer, tables, row[None], start, chunk, 0)[0].astype(jnp.float32)
+        k = _gather(pool, layer, tables, row[None], start, chunk).astype(jnp.float32)
         written = (pos < stop) & (pos > behind)
-        v = _zero_unseen(_gather(pool, layer, tables, row[None], start, chunk, K), written[None])[0]
+        v = _zero_unseen(_values(pool, layer, tables, row[None], start, k), written[None])[0]
         seen = (pos[None, :] <= qpos[:, None]) & (index < num_queries)[:, None]
         if params.window is not None:
             seen &= pos[None, :] > qpos[:, None] - params.window
-        scores = _cap(_dot("kmh,kth->kmt", flat, k), params.soft_cap).reshape(K, G, size, chunk)
+        scores = _cap(_dot("kmh,kth->kmt", flat, k[0]), params.soft_cap).reshape(K, G, size, chunk)
         scores = jnp.where(seen[None, None], scores, NEG)
         top = jnp.maximum(m, scores.max(axis=-1))
         shrink = jnp.exp(m - top)
         p = jnp.exp(scores - top[..., None])
-        out = _dot("kmt,kth->kmh", p.reshape(K, G * size, chunk), v).reshape(K, G, size, H)
+        out = _dot("kmt,kth->kmh", p.reshape(K, G * size, chunk), v).reshape(K, G, size, Hv)
         return acc * shrink[..., None] + out, top, l * shrink + p.sum(axis=-1)
 
     first, last = jnp.maximum(behind + 1, 0) // chunk, (stop + chunk - 1) // chunk
-    acc, m, l = lax.fori_loop(first, last, body, no_state((K, G, size), H))
+    acc, m, l = lax.fori_loop(first, last, body, no_state((K, G, size), Hv))
     return acc.transpose(2, 0, 1, 3), m.transpose(2, 0, 1), l.transpose(2, 0, 1)

@@ -15,6 +15,7 @@ from typing import Any
 from pagedjax.models.checks import ModelError as ModelError
 from pagedjax.models.checks import check_number as _check_number
 from pagedjax.models.checks import check_range as check_range
+from pagedjax.models.latent_widths import LatentAttention
 from pagedjax.models.mixture import Experts
 
 
@@ -129,9 +130,11 @@ class ModelConfig:
         sinks: A logit per head joins each softmax without a value.
         post_norms: A second norm after attention and after the MLP, before the residual sum.
         attn_soft_cap, logit_soft_cap: cap * tanh(x / cap) on scores and logits; 0 is off.
-        query_scale: Multiplies the scores; 0 is head_dim ** -0.5.
+        query_scale: Multiplies the scores; 0 is head_dim ** -0.5, or of latent attention query_dim ** -0.5.
         embed_scale: Multiplies the embedding.
         experts: The mixture of experts that stands in place of the MLP, or None.
+        latent: Widths of latent attention, or None. With it the pool's one KV head (`num_kv_heads` is 1) is the row
+            that all heads share, and `head_dim` its lanes.
     """
 
     family: str
@@ -168,6 +171,7 @@ class ModelConfig:
     query_scale: float = 0.0
     embed_scale: float = 1.0
     experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_mlp", "vocab_size"):
@@ -179,9 +183,10 @@ class ModelConfig:
                 "multiple of KV heads; check the config file"
             )
         self._check_numbers()
-        if self.positions == "rope" and self.head_dim % 2:
+        self._check_latent()
+        if self.positions == "rope" and self.rope_dim % 2:
             raise ModelError(
-                f"head_dim={self.head_dim}: rotary positions need an even number; check the config"
+                f"head_dim={self.rope_dim}: rotary positions need an even number; check the config"
             )
         for name in ("windows", "rope_layers"):
             value = getattr(self, name)
@@ -192,10 +197,10 @@ class ModelConfig:
         scaling = self.rope_scaling
         tables = {"table": ("divisors",), "longrope": ("divisors", "short_divisors")}
         for name in tables.get("" if scaling is None else scaling.kind, ()):
-            if len(getattr(scaling, name)) != self.head_dim // 2:
+            if len(getattr(scaling, name)) != self.rope_dim // 2:
                 raise ModelError(
                     f"rope_scaling has {len(getattr(scaling, name))} {name}: must have one per pair "
-                    f"({self.head_dim // 2}); the file belongs to another model"
+                    f"({self.rope_dim // 2}); the file belongs to another model"
                 )
         if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
             raise ModelError(
@@ -224,6 +229,20 @@ class ModelConfig:
         for name, ids in (("bos_token_id", bos), ("eos_token_ids", self.eos_token_ids)):
             for token in ids:
                 check_range(name, token, 0, self.vocab_size - 1)
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if (self.num_kv_heads, self.head_dim) != (1, self.latent.row_dim):
+            raise ModelError(
+                f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}: latent attention keeps one row of "
+                f"{self.latent.row_dim} lanes a token; set 1 and {self.latent.row_dim}"
+            )
+        if self.qk_norm or self.positions != "rope" or not all(self.rope_layers):
+            raise ModelError(
+                "latent attention: heads are not normed by themselves, and every layer rotates; "
+                "use qk_norm=False, positions=rope and no rope_layers"
+            )
 
     @property
     def longest_len(self) -> int:
@@ -259,6 +278,11 @@ class ModelConfig:
     def layer_parameters(self) -> int:
         """Entries of all layers' matrices: q, k, v, o, the MLP, and routers with all their experts."""
         attention = self.d_model * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        if (a := self.latent) is not None:
+            queries = self.num_heads * a.query_dim
+            attention = a.q_lora_rank * (self.d_model + queries) if a.q_lora_rank else self.d_model * queries
+            attention += self.d_model * a.row_dim + self.num_heads * a.value_dim * self.d_model
+            attention += a.kv_lora_rank * self.num_heads * (a.nope_dim + a.value_dim)
         mlp, sparse = (3 if self.gated_mlp else 2) * self.d_model * self.d_mlp, self._expert_layers
         total = self.num_layers * attention + (self.num_layers - sparse) * mlp + self.expert_parameters
         if self.experts is not None:
@@ -297,7 +321,27 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Factor on the scores before the soft cap."""
-        return self.query_scale or self.head_dim**-0.5
+        return self.query_scale or (self.head_dim if self.latent is None else self.latent.query_dim) ** -0.5
+
+    @property
+    def rope_dim(self) -> int:
+        """Lanes of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Lanes of a key in the pool that are its value as well; 0: values lie beside the keys."""
+        return 0 if self.latent is None else self.latent.kv_lora_rank
+
+    @property
+    def mixed_width(self) -> int:
+        """Lanes of all heads' values, which `out` multiplies."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of one query and one key over all layers and heads, as the pool is attended: scores and values."""
+        return 2 * self.num_layers * self.num_heads * (self.head_dim + (self.latent_dim or self.head_dim))
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts in place of one MLP."""
@@ -323,10 +367,15 @@ class ModelConfig:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token keeps over all layers.
 
+        Of latent attention what is stored: whole vectors of 128 lanes, 640 for a row of 576.
+
         Args:
             itemsize: Bytes of one number in the pool (4 for float32, 2 for bfloat16).
         """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        lanes = 2 * self.num_kv_heads * self.head_dim
+        if self.latent is not None:
+            lanes = -(-self.latent.row_dim // LANES) * LANES
+        return self.num_layers * lanes * itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` turns back into this config."""
@@ -346,7 +395,7 @@ class ModelConfig:
                 f"{unknown[0]!r}: not a field of a model config; was it written by a later version?"
             )
         kwargs = dict(values)
-        for name, part in (("rope_scaling", RopeScaling), ("experts", Experts)):
+        for name, part in (("rope_scaling", RopeScaling), ("experts", Experts), ("latent", LatentAttention)):
             if kwargs.get(name) is not None:
                 kwargs[name] = _nested(name, part, kwargs[name])
         try:
@@ -368,6 +417,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
+
+LANES = 128  # of a vector, which the pool's rows are whole numbers of (kernels/layout.py)
 
 # Far above any model that exists, far below what would make a shape product overflow or exhaust memory
 # before the weights are found to be missing.

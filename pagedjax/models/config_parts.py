@@ -102,7 +102,7 @@ def _scaling(r: Reader, p: Reader, kind: str) -> RopeScaling:
     attention = p.optional_positive("attention_factor")
     mscale, all_dim = (p.optional_positive(key) for key in ("mscale", "mscale_all_dim"))
     if attention is None and mscale and all_dim:
-        attention = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        attention = mscale_factor(factor, mscale) / mscale_factor(factor, all_dim)
     return RopeScaling(
         kind,
         factor,
@@ -114,7 +114,7 @@ def _scaling(r: Reader, p: Reader, kind: str) -> RopeScaling:
     )
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def mscale_factor(factor: float, mscale: float) -> float:
     """YaRN's factor on the attention temperature, weighted as DeepSeek's files weigh it."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

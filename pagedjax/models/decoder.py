@@ -4,6 +4,9 @@
              │                                                      norm ─► mlp ─────────► +
              └─► final norm ─► hidden ─► lm_head of the rows that are sampled
 
+Latent attention (`latent`) stands between the norm and `out` in place of qkv: one row a token is written, and read by
+all heads.
+
 Define with flax.nnx, run on a plain dict: `make_decoder` gives a graph definition without arrays, and
 `forward` merges it with the parameters while jit traces. Handing the module itself to a jitted function
 costs tens of milliseconds per call on the host; a dict of arrays costs a fraction of one.
@@ -18,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.kernels import KVPool, RaggedBatch, doors, paged_attention, write_kv
+from pagedjax.kernels import KVLayout, KVPool, RaggedBatch, doors, paged_attention, write_kv
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.experts import ExpertMlp
+from pagedjax.models.latent import LatentProjection
 from pagedjax.models.layers import (
     Linear,
     Mlp,
@@ -42,7 +46,10 @@ class Attend(Protocol):
     """Attention of one layer: stores k and v in `kv`, returns what the queries gather."""
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, kv: Any) -> tuple[Array, Any]:
-        """q f[T, N, H], k and v f[T, K, H] → f[T, N, H] and the kv that the next layer is given."""
+        """q f[T, N, H], k f[T, K, H], v f[T, K, Hv] → f[T, N, Hv] and the kv that the next layer is given.
+
+        Of latent attention v is the first lanes of k, which are stored once.
+        """
         ...
 
 
@@ -54,8 +61,12 @@ class Block(nnx.Module):
     ) -> None:
         c = config
         self.attn_norm = Norm(c.d_model, c, dtype)
-        self.qkv = Linear(c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype, bias=c.qkv_bias)
-        self.out = Linear(c.num_heads * c.head_dim, c.d_model, dtype, bias=c.out_bias, summed_over=axis)
+        if c.latent is None:
+            width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+            self.qkv = Linear(c.d_model, width, dtype, bias=c.qkv_bias)
+        else:
+            self.latent = LatentProjection(c, c.latent, dtype)
+        self.out = Linear(c.mixed_width, c.d_model, dtype, bias=c.out_bias, summed_over=axis)
         self.mlp_norm = Norm(c.d_model, c, dtype)
         self.mlp = ExpertMlp(c, dtype, axis) if c.has_experts(layer) else Mlp(c, dtype, axis)
         self.sinks = param((c.num_heads,), dtype) if c.sinks else None
@@ -65,8 +76,13 @@ class Block(nnx.Module):
         self.attn_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
         self.mlp_post_norm = Norm(c.d_model, c, dtype) if c.post_norms else None
 
-    def project(self, x: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
-        """x f[T, D] → q f[T, N, H], k f[T, K, H], v f[T, K, H], not yet rotated."""
+    def project(
+        self, x: Array, config: ModelConfig, table: tuple[Array, Array] | None
+    ) -> tuple[Array, Array, Array]:
+        """x f[T, D] → q f[T, N, H], k f[T, K, H], v f[T, K, Hv]; q and k rotated by `table`, if any."""
+        if config.latent is not None and table is not None:
+            query, row = self.latent.project(x, table)
+            return self.latent.absorb(query), row, row[..., : config.latent_dim]
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
         heads = self.qkv(x).reshape(x.shape[0], n + 2 * k, h)
         q, keys, values = jnp.split(heads, [n, n + k], axis=1)
@@ -75,7 +91,15 @@ class Block(nnx.Module):
                 q, keys = (y.reshape(x.shape[0], -1) for y in (q, keys))
             q = self.q_norm(q).reshape(x.shape[0], n, h)
             keys = self.k_norm(keys).reshape(x.shape[0], k, h)
+        if table is not None:
+            q, keys = rotate(q, table), rotate(keys, table)
         return q, keys, values
+
+    def gather(self, mixed: Array) -> Array:
+        """What the queries gathered, f[T, N, Hv] → f[T, D]."""
+        if hasattr(self, "latent"):
+            mixed = self.latent.values(mixed)
+        return self.out(mixed.reshape(mixed.shape[0], -1))
 
 
 class Decoder(nnx.Module):
@@ -113,12 +137,10 @@ class Decoder(nnx.Module):
         tables = self._rope(positions)
         for layer in range(config.num_layers):
             block: Block = getattr(self, layer_name(layer))
-            q, k, v = block.project(block.attn_norm(x), config)
-            if config.uses_rope(layer):
-                table = tables[config.window(layer) is not None]
-                q, k = rotate(q, table), rotate(k, table)
+            table = tables[config.window(layer) is not None] if config.uses_rope(layer) else None
+            q, k, v = block.project(block.attn_norm(x), config, table)
             mixed, kv = attend(layer, q, k, v, kv)
-            mixed = block.out(mixed.reshape(x.shape[0], -1))
+            mixed = block.gather(mixed)
             x = x + (mixed if block.attn_post_norm is None else block.attn_post_norm(mixed))
             normed = block.mlp_norm(x)
             mixed = block.mlp(normed, num_tokens) if isinstance(block.mlp, ExpertMlp) else block.mlp(normed)
@@ -154,18 +176,32 @@ class Decoder(nnx.Module):
         if c.positions != "rope":
             return {}
         scaling = c.rope_scaling and c.rope_scaling.chosen(c.max_model_len)
-        full = rope_tables(positions, *rope_frequencies(c.head_dim, c.rope_theta, scaling))
+        full = rope_tables(positions, *rope_frequencies(c.rope_dim, c.rope_theta, scaling))
         if not c.local_rope_theta:
             return {False: full, True: full}
         return {
             False: full,
-            True: rope_tables(positions, *rope_frequencies(c.head_dim, c.local_rope_theta, None)),
+            True: rope_tables(positions, *rope_frequencies(c.rope_dim, c.local_rope_theta, None)),
         }
 
 
 def layer_name(layer: int) -> str:
     """Name of a layer's leaves; a string, because orbax returns integer keys as strings."""
     return f"layer_{layer:02d}"
+
+
+def pool_layout(
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: str = "float32",
+    num_layers: int | None = None,
+) -> KVLayout:
+    """The pool that a model's layers, or so many of them, keep keys and values in."""
+    layers = config.num_layers if num_layers is None else num_layers
+    return KVLayout(
+        layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype, config.latent_dim
+    )
 
 
 def make_decoder(
@@ -264,10 +300,11 @@ def forward(
     doors.require(dims, "tokens", tokens, "T", jnp.int32)
     doors.require(dims, "positions", positions, "T", jnp.int32)
     for one in pools:
-        heads = (one.layout.num_kv_heads, one.layout.head_dim)
-        if heads != (config.num_kv_heads, config.head_dim):
+        heads = (one.layout.num_kv_heads, one.layout.head_dim, one.layout.latent_dim)
+        if heads != (config.num_kv_heads, config.head_dim, config.latent_dim):
             raise ValueError(
                 f"pool of K={heads[0]}, H={heads[1]}: this model has K={config.num_kv_heads}, H={config.head_dim}"
+                + (f" of which {config.latent_dim} are the value" if config.latent_dim else "")
             )
 
     def sinks_of(layer: int) -> Array | None:
@@ -279,7 +316,7 @@ def forward(
     ) -> tuple[Array, tuple[KVPool, ...]]:
         group, index = place[layer]
         batch = batches[group]
-        written = write_kv(kv[group], index, k, v, batch.slot_mapping)
+        written = write_kv(kv[group], index, k, None if config.latent_dim else v, batch.slot_mapping)
         mixed = paged_attention(
             q,
             written,

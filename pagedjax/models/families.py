@@ -23,20 +23,24 @@ class Part:
         name, shape: As they must be in the file.
         transpose: The file has [in, out].
         head_dim: Not 0: rows of each head pair (2i, 2i + 1); they move to (i, i + head_dim / 2).
+        rotated: Not 0: only the last so many rows of each head do, the others stay.
         add: Added to every value.
         skip: Rows left out in front.
         index: Which entry of the file's first axis it is; None: the whole tensor. `shape` is then that entry's.
         count: Entries of that axis.
+        take: (size, start, stop): of every `size` rows those from start to stop enter; () is all.
     """
 
     name: str
     shape: tuple[int, ...]
     transpose: bool = False
     head_dim: int = 0
+    rotated: int = 0
     add: float = 0.0
     skip: int = 0
     index: int | None = None
     count: int = 0
+    take: tuple[int, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -61,8 +65,12 @@ class Names:
         qkv, up: One fused tensor, or one per projection (q, k, v; gate, up).
         transpose: Matrices are [in, out].
         adjacent_pairs: Rotary pairs lie side by side in the rows of q and k.
+        q, q_down, q_up, kv_down, kv_norm, kv_up: Of latent attention in place of qkv; q where queries have no
+            rank of their own.
         norm_add: Norm scales are stored less this number.
         position_skip: Rows in front of the learned positions that no token uses.
+        spare_layers: Layers behind the last that a file may hold and that the decoder has none of: they predict
+            tokens beyond the next.
         ignored: Tensors that carry nothing for the decoder, as endings of their names.
         optional_prefix: In front of every name but lm_head's; a file saved without its head leaves it out.
         router, choice_bias, sinks: Of layers that have them; the last two name whole tensors.
@@ -88,10 +96,17 @@ class Names:
     attn_post_norm: str = ""
     mlp_post_norm: str = ""
     position_embed: str = ""
+    q: str = ""
+    q_down: str = ""
+    q_up: str = ""
+    kv_down: str = ""
+    kv_norm: str = ""
+    kv_up: str = ""
     transpose: bool = False
     adjacent_pairs: bool = False
     norm_add: float = 0.0
     position_skip: int = 0
+    spare_layers: int = 0
     ignored: tuple[str, ...] = ()
     optional_prefix: str = ""
     router: str = ""
@@ -176,6 +191,17 @@ _GPT_OSS_HF = replace(
 _GEMMA_GGUF: dict[str, Any] = dict(
     adjacent_pairs=False, attn_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm"
 )
+_DEEPSEEK_HF: dict[str, Any] = dict(
+    qkv=(),
+    q="self_attn.q_proj",
+    q_down="self_attn.q_a_proj",
+    q_norm="self_attn.q_a_layernorm",
+    q_up="self_attn.q_b_proj",
+    kv_down="self_attn.kv_a_proj_with_mqa",
+    kv_norm="self_attn.kv_a_layernorm",
+    kv_up="self_attn.kv_b_proj",
+    spare_layers=1,
+)
 _GPT2_HF = Names(
     embed="wte",
     position_embed="wpe",
@@ -217,6 +243,7 @@ NAMES: dict[tuple[str, str], Names] = {
     ("hf", "phi3"): replace(_LLAMA_HF, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ("hf", "gemma2"): replace(_LLAMA_HF, **_GEMMA_HF),
     ("hf", "gemma3"): replace(_LLAMA_HF, **_GEMMA_HF, **_QK_NORMS_HF),
+    ("hf", "deepseek"): replace(_LLAMA_HF, **_DEEPSEEK_HF),
     ("hf", "gpt2"): _GPT2_HF,
     ("hf", "opt"): _OPT_HF,
     ("gguf", "llama"): _LLAMA_GGUF,
@@ -281,19 +308,14 @@ def leaves_of(config: ModelConfig, names: Names, *, tied: bool) -> list[Leaf]:
 
 def _layer_leaves(c: ModelConfig, names: Names, layer: int) -> list[Leaf]:
     prefix, root = names.layer.format(l=layer), (layer_name(layer),)
-    heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
     mlp = (c.d_mlp, c.d_mlp) if c.gated_mlp else (c.d_mlp,)
-    pairs = (c.head_dim, c.head_dim, 0) if names.adjacent_pairs else (0, 0, 0)
     leaves = _norm(c, names, (*root, "attn_norm"), prefix + names.attn_norm, c.d_model)
-    qkv = [(prefix + n, w * c.head_dim, p) for n, w, p in zip(names.qkv, heads, pairs)]
-    if len(names.qkv) == 1:
-        qkv = [(prefix + names.qkv[0], sum(heads) * c.head_dim, 0)]
+    leaves += _latent_leaves(c, names, prefix, root) if c.latent else _qkv_leaves(c, names, prefix, root)
     up = [(prefix + n, w, 0) for n, w in zip(names.up, mlp)]
     if len(names.up) == 1:
         up = [(prefix + names.up[0], sum(mlp), 0)]
-    leaves += _linear(names, (*root, "qkv"), c.d_model, qkv, c.qkv_bias)
     out = [(prefix + names.out, c.d_model, 0)]
-    leaves += _linear(names, (*root, "out"), c.num_heads * c.head_dim, out, c.out_bias)
+    leaves += _linear(names, (*root, "out"), c.mixed_width, out, c.out_bias)
     leaves += _norm(c, names, (*root, "mlp_norm"), prefix + names.mlp_norm, c.d_model)
     if c.has_experts(layer):
         leaves += expert_leaves(c, names, prefix, (*root, "mlp"))
@@ -360,6 +382,47 @@ def _stack(
     stored = shape[::-1] if turned else shape
     how: dict[str, Any] = dict(transpose=turned, head_dim=pairs, count=count)
     return tuple(Part(stem + ending, stored, index=i, **how) for i in range(count) for stem in stems)
+
+
+def _qkv_leaves(c: ModelConfig, names: Names, prefix: str, root: tuple[str, ...]) -> list[Leaf]:
+    heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    pairs = (c.head_dim, c.head_dim, 0) if names.adjacent_pairs else (0, 0, 0)
+    qkv = [(prefix + n, w * c.head_dim, p) for n, w, p in zip(names.qkv, heads, pairs)]
+    if len(names.qkv) == 1:
+        qkv = [(prefix + names.qkv[0], sum(heads) * c.head_dim, 0)]
+    return _linear(names, (*root, "qkv"), c.d_model, qkv, c.qkv_bias)
+
+
+def _latent_leaves(c: ModelConfig, names: Names, prefix: str, root: tuple[str, ...]) -> list[Leaf]:
+    """The matrices of latent attention: rotated rows are paired as the decoder does, kv_up is taken apart by heads."""
+    a, N = c.latent, c.num_heads
+    assert a is not None
+    root = (*root, "latent")
+
+    def paired(leaves: list[Leaf], head: int) -> list[Leaf]:
+        if not a.interleaved_rope:
+            return leaves
+        return [
+            replace(x, parts=tuple(replace(p, head_dim=head, rotated=a.rope_dim) for p in x.parts))
+            for x in leaves
+        ]
+
+    def linear(name: str, tensor: str, d_in: int, width: int, bias: bool = False) -> list[Leaf]:
+        return _linear(names, (*root, name), d_in, [(prefix + tensor, width, 0)], bias)
+
+    leaves = []
+    if a.q_lora_rank:
+        leaves += linear("q_down", names.q_down, c.d_model, a.q_lora_rank, c.qkv_bias)
+        leaves += _norm(c, names, (*root, "q_norm"), prefix + names.q_norm, a.q_lora_rank)
+    up = (names.q_up, a.q_lora_rank) if a.q_lora_rank else (names.q, c.d_model)
+    leaves += paired(linear("q_up", *up, N * a.query_dim), a.query_dim)
+    leaves += paired(linear("kv_down", names.kv_down, c.d_model, a.row_dim, c.qkv_bias), a.row_dim)
+    leaves += _norm(c, names, (*root, "kv_norm"), prefix + names.kv_norm, a.kv_lora_rank)
+    head, rank = a.nope_dim + a.value_dim, a.kv_lora_rank
+    for name, start, stop in (("k_up", 0, a.nope_dim), ("v_up", a.nope_dim, head)):
+        part = Part(f"{prefix}{names.kv_up}.weight", (N * head, rank), take=(head, start, stop))
+        leaves.append(Leaf((*root, name, "weight"), (N * (stop - start), rank), (part,)))
+    return leaves
 
 
 def _linear(

@@ -29,6 +29,7 @@ from pagedjax.models.config_parts import (
     windows_of,
 )
 from pagedjax.models.expert_configs import EXPERT_FAMILIES
+from pagedjax.models.latent_configs import LATENT_FAMILIES
 from pagedjax.paths import shipped_file
 
 WHERE = "config.json"
@@ -449,4 +450,5 @@ FAMILIES: dict[str, Family] = {
         ),
         _opt,
     ),
+    **LATENT_FAMILIES,
 }

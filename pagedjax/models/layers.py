@@ -54,10 +54,10 @@ class Linear(nnx.Module):
 class Norm(nnx.Module):
     """RMS norm, or layer norm where `config.norm` says so, over the last axis; computed in float32."""
 
-    def __init__(self, width: int, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, width: int, config: ModelConfig, dtype: jnp.dtype, eps: float = 0.0) -> None:
         self.scale = param((width,), dtype)
         self.bias = param((width,), dtype) if config.norm == "layer" else None
-        self.eps = config.norm_eps
+        self.eps = eps or config.norm_eps
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)

@@ -3,6 +3,7 @@
 Letters as in `kernels/layout.py`; n devices, device d. A leaf is cut along one axis, or whole on every device:
 
     heads         rows of q, k and v        device d: its N/n query heads | its KV heads' keys | their values
+    latent heads  rows of q_up, k_up, v_up  device d: the rows of its N/n heads; what comes before them is whole
     head columns  columns of `out`          device d: the columns of its query heads
     mlp           rows of gate and up       device d: F/n rows of gate | the same rows of up
     mlp columns   columns of `down`         device d: the same F/n columns
@@ -13,7 +14,8 @@ Letters as in `kernels/layout.py`; n devices, device d. A leaf is cut along one 
     whole         norms, positions, biases behind a sum
 
 So a device's part is a leaf of a smaller decoder (`Cut.local`), its own heads side by side, and sums over devices are
-due at two places of a layer: behind `out` and behind `down`. Where KV heads are fewer, several devices hold the same.
+due at two places of a layer: behind `out` and behind `down`. Where KV heads are fewer, several devices hold the same;
+a latent row is one head, which all devices hold.
 """
 
 from __future__ import annotations
@@ -180,7 +182,14 @@ def _heads(cut: Cut, device: int) -> list[Piece]:
 
 
 def _head_columns(cut: Cut, device: int) -> list[Piece]:
-    return [_part(cut.config.num_heads * cut.config.head_dim, cut.devices, device)]
+    return [_part(cut.config.mixed_width, cut.devices, device)]
+
+
+def _latent_heads(lanes: str) -> Callable[[Cut, int], list[Piece]]:
+    def pieces(cut: Cut, device: int) -> list[Piece]:
+        return [_part(cut.config.num_heads * getattr(cut.config.latent, lanes), cut.devices, device)]
+
+    return pieces
 
 
 def _sinks(cut: Cut, device: int) -> list[Piece]:
@@ -230,6 +239,9 @@ def _vocabulary(cut: Cut, device: int) -> list[Piece]:
 
 RULES = (
     Rule("heads", 0, _heads, (("qkv", "weight"), ("qkv", "bias"))),
+    Rule("latent heads", 0, _latent_heads("query_dim"), (("q_up", "weight"),)),
+    Rule("latent heads", 0, _latent_heads("nope_dim"), (("k_up", "weight"),)),
+    Rule("latent heads", 0, _latent_heads("value_dim"), (("v_up", "weight"),)),
     Rule("head columns", 1, _head_columns, (("out", "weight"),)),
     Rule("sinks", 0, _sinks, (("sinks",),)),
     Rule("experts", 0, _experts, (("expert_up", "weight"), ("expert_up", "bias"))),

@@ -124,8 +124,12 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
                 "config and weights belong to different models"
             )
     spare = f"{names.lm_head}.weight" if tied else ""
+    layers = len({leaf.path[0] for leaf in leaves if leaf.path[0].startswith("layer_")})
+    behind = tuple(names.layer.format(l=layers + i) for i in range(names.spare_layers)) or ("\0",)
     for name in file.tensors:
-        if name not in wanted and name != spare and not name.endswith(names.ignored or "\0"):
+        if name in wanted or name == spare or name.startswith(behind):
+            continue
+        if not name.endswith(names.ignored or "\0"):
             raise ModelError(
                 f"{name!r} is not part of this decoder: leaving it out would change the model's answers; "
                 "the architecture or the number of layers differs from the config"
@@ -311,6 +315,9 @@ def _deal(dealer: Dealer, file: TensorFile, leaf: Leaf, dtype: np.dtype, strip_b
 
 def _height(part: Part) -> int:
     """Rows of the leaf that a part makes."""
+    if part.take:
+        size, start, stop = part.take
+        return part.shape[0] // size * (stop - start)
     return part.shape[-1] if part.transpose else part.shape[0] - part.skip
 
 
@@ -324,6 +331,8 @@ def _read_strip(file: TensorFile, part: Part, start: int, stop: int, dtype: np.d
         rows = file.rows(part.name, start, stop)
     else:
         rows = file.rows(part.name, part.index, part.index + 1)[0][start:stop]
+    if part.take:
+        rows = rows[_taken(part, start, stop)]
     if not np.isfinite(rows).all():
         raise ModelError(
             f"{part.name!r} holds values that are not finite numbers: weights must be; "
@@ -354,10 +363,21 @@ def _strips(part: Part, strip_bytes: int) -> Iterable[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(part.skip, rows, step)]
 
 
+def _taken(part: Part, start: int, stop: int) -> np.ndarray:
+    """Which of rows start to stop of a tensor enter."""
+    size, first, last = part.take
+    at = np.arange(start, stop) % size
+    return (at >= first) & (at < last)
+
+
 def _rows_of(part: Part, start: int, stop: int) -> np.ndarray:
-    """Where rows start to stop of a tensor lie among those that its part makes."""
+    """Where the rows that enter, of start to stop of a tensor, lie among those that its part makes."""
     rows = np.arange(start, stop)
-    return _half_split(rows, part.head_dim) if part.head_dim else rows - part.skip
+    if part.take:
+        size, first, last = part.take
+        rows = rows[_taken(part, start, stop)]
+        return rows // size * (last - first) + rows % size - first
+    return _half_split(rows, part.head_dim, part.rotated) if part.head_dim else rows - part.skip
 
 
 def _turned_rows(part: Part) -> np.ndarray:
@@ -369,6 +389,8 @@ def _turned_rows(part: Part) -> np.ndarray:
 def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, stop: int) -> None:
     if part.transpose and part.head_dim:
         target[_turned_rows(part), start:stop] = rows.T
+    elif part.head_dim or part.take:
+        target[_rows_of(part, start, stop)] = rows
     elif part.transpose:
         target[:, start:stop] = rows.T
     elif part.head_dim:
@@ -377,7 +399,10 @@ def _fill_strip(target: np.ndarray, rows: np.ndarray, part: Part, start: int, st
         target[start - part.skip : stop - part.skip] = rows
 
 
-def _half_split(index: np.ndarray, head_dim: int) -> np.ndarray:
-    """Where row 2i + j of a head goes when its pairs lie head_dim / 2 apart: i + j * head_dim / 2."""
+def _half_split(index: np.ndarray, head_dim: int, rotated: int = 0) -> np.ndarray:
+    """Where row 2i + j of a head goes when its pairs lie half its rotated rows apart: i + j * rotated / 2."""
     head, row = np.divmod(index, head_dim)
-    return head * head_dim + (row % 2) * (head_dim // 2) + row // 2
+    rotated = rotated or head_dim
+    row = row - (head_dim - rotated)  # below 0: rows in front of the rotated ones
+    moved = np.where(row < 0, row, (row % 2) * (rotated // 2) + row // 2)
+    return head * head_dim + head_dim - rotated + moved

@@ -304,7 +304,7 @@ class DeviceMesh:
         parts = blocks.reshape(*blocks.shape[:-1], self.devices, -1)[..., :: self.cut.kv_copies, :]
         out = np.zeros((*blocks.shape[:-1], layout.width), blocks.dtype)
         count = layout.num_kv_heads * H
-        for values in (0, 1):
+        for values in range(layout.used_width // layout.kv_width):
             heads = parts[..., values * own : (values + 1) * own]
             out[..., values * count : (values + 1) * count] = heads.reshape(*heads.shape[:-2], count)
         return out
@@ -313,7 +313,7 @@ class DeviceMesh:
         part = self.layout(layout)
         own, count = part.kv_width, layout.kv_width
         out = np.zeros((*blocks.shape[:-1], self.devices, part.width), blocks.dtype)
-        for values in (0, 1):
+        for values in range(layout.used_width // layout.kv_width):
             heads = blocks[..., values * count : (values + 1) * count].reshape(*blocks.shape[:-1], -1, own)
             out[..., values * own : (values + 1) * own] = np.repeat(heads, self.cut.kv_copies, axis=-2)
         return out.reshape(*blocks.shape[:-1], self.devices * part.width)

@@ -12,6 +12,7 @@ from pagedjax.config import Config
 from pagedjax.engine.managers import size_groups
 from pagedjax.kernels import KVLayout
 from pagedjax.models.config import LayerGroup, ModelConfig
+from pagedjax.models.decoder import pool_layout
 from pagedjax.models.sharding import Cut
 
 
@@ -36,13 +37,8 @@ def plan_pools(
         groups = (LayerGroup(None, tuple(range(model.num_layers))),)
     cut = Cut(model, config.runtime.tensor_parallel)
     one_block = [
-        KVLayout(
-            len(group.layers),
-            1,
-            config.cache.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            config.cache.dtype or config.model.dtype,
+        pool_layout(
+            model, 1, config.cache.block_size, config.cache.dtype or config.model.dtype, len(group.layers)
         )
         for group in groups
     ]

@@ -285,6 +285,6 @@ def padded_work(cost: CostModel, sample: StepSample) -> Work:
     return Work(
         flops=2.0 * model.active_layer_parameters * program.num_tokens + 2.0 * head * program.num_samples,
         bytes=float((model.read_layer_parameters(program.num_tokens) + head) * cost.itemsize),
-        attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
+        attention_flops=float(model.attention_flops) * pairs,
         attention_bytes=float((read + program.num_tokens) * cost.kv_bytes_per_token),
     )

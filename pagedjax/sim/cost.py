@@ -260,7 +260,7 @@ class CostModel:
         return Work(
             flops=2.0 * model.active_layer_parameters * tokens + 2.0 * head * samples,
             bytes=float((model.read_layer_parameters(tokens) + head) * self.itemsize),
-            attention_flops=4.0 * model.num_layers * model.num_heads * model.head_dim * pairs,
+            attention_flops=float(model.attention_flops) * pairs,
             attention_bytes=float((moved + tokens + 2 * cow * self.block_size) * self.held_bytes_per_token),
             tokens=tokens,
             samples=samples,
@@ -318,7 +318,7 @@ class CostModel:
         num_bytes = float((model.read_layer_parameters(rows) + head) * self.itemsize)
         products = max(flops / compute, num_bytes / memory)
         read = cached + rows * np.arange(1, count + 1)
-        scores = 4.0 * model.num_layers * model.num_heads * model.head_dim * read / compute
+        scores = float(model.attention_flops) * read / compute
         moved = read - (1 - spec.shared_read) * again * self.block_size if again else read
         attention = np.maximum(scores, (moved + rows) * self.held_bytes_per_token / memory)
         host = spec.step_overhead_s + spec.host_s_per_row * rows + 0.0

@@ -3,7 +3,7 @@
 from pagedjax.testing.indexes import IndexSuite
 from pagedjax.testing.kernels import KernelSuite
 from pagedjax.testing.policies import PolicySuite
-from pagedjax.testing.tiny import seeded_tensors, tiny_config, tiny_model, tiny_params
+from pagedjax.testing.tiny import seeded_tensors, tiny_config, tiny_latent_config, tiny_model, tiny_params
 
 __all__ = [
     "IndexSuite",
@@ -11,6 +11,7 @@ __all__ = [
     "PolicySuite",
     "seeded_tensors",
     "tiny_config",
+    "tiny_latent_config",
     "tiny_model",
     "tiny_params",
 ]

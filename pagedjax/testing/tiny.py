@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedjax.models.config import ModelConfig
+from pagedjax.models.config import LatentAttention, ModelConfig
 
 if TYPE_CHECKING:
     from pagedjax.models import LoadedModel
@@ -40,6 +40,18 @@ def tiny_config(**changes: Any) -> ModelConfig:
         changes: Fields of `ModelConfig` to set otherwise.
     """
     return replace(TINY, **changes)
+
+
+def tiny_latent_config(q_lora_rank: int = 20, **changes: Any) -> ModelConfig:
+    """The tiny model with latent attention: 6 heads over one row of 24 + 4 lanes a token.
+
+    Args:
+        q_lora_rank: 0 multiplies queries straight out of x.
+        changes: Fields of `ModelConfig` to set otherwise.
+    """
+    latent = LatentAttention(kv_lora_rank=24, nope_dim=8, rope_dim=4, value_dim=6, q_lora_rank=q_lora_rank)
+    fields = dict(family="deepseek", num_kv_heads=1, head_dim=latent.row_dim, latent=latent)
+    return tiny_config(**{**fields, **changes})
 
 
 def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> dict[str, Any]:

@@ -107,6 +107,7 @@ def build_step(
     poison: str = "kv",
     table_seed: int = 0,
     share: int | list[tuple[range, int]] = 0,
+    latent: int = 0,
     scale: float | None = None,
     **params: Any,
 ) -> Step:
@@ -116,6 +117,7 @@ def build_step(
         poison: Which halves of unwritten slots are NaN: "k", "v" or "kv"; the rest is 0.
         share: Leading tokens (whole blocks) that all rows have in common, in the same blocks; or a tree of them: the
             rows that share, and up to which token, the larger sets of rows first.
+        latent: Not 0: values are the keys' first so many lanes, and nothing is stored beside the keys.
     """
     if dtype == "float16" and not float16_compiles():
         pytest.skip("float16: XLA has no conversions for a CPU without F16C")
@@ -136,7 +138,7 @@ def build_step(
             stems[row] = [*stems[row], *more]
     own = [b - len(stem) for b, stem in zip(blocks, stems)]
     P = 1 + num_shared + sum(own) + spare_blocks
-    layout = KVLayout(num_layers, P, B, K, H, dtype)
+    layout = KVLayout(num_layers, P, B, K, H, dtype, latent)
 
     ids = np.random.default_rng(table_seed).permutation(P - 1).astype(np.int32) + 1
     tables = GARBAGE[np.random.default_rng(1).integers(0, len(GARBAGE), (n, M))]
@@ -160,6 +162,9 @@ def build_step(
 
     keys, values = side(0), side(1)
 
+    if latent:
+        values = [k if k is None else k[..., :latent] for k in keys]
+
     fill = np.zeros(layout.width, np.float32)
     if "k" in poison:
         fill[: K * H] = np.nan
@@ -170,7 +175,8 @@ def build_step(
         pos = np.arange(length)
         at = layer * P + tables[row, pos // B], pos % B
         data[at[0], at[1], : K * H] = keys[row].reshape(length, K * H)
-        data[at[0], at[1], K * H : 2 * K * H] = values[row].reshape(length, K * H)
+        if not latent:
+            data[at[0], at[1], K * H : 2 * K * H] = values[row].reshape(length, K * H)
 
     plan_args = dict(
         block_size=B,

@@ -16,11 +16,11 @@ def attend_one(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One query f[N, H] at `position` over k, v f[n, K, H]: (o f64[N, H], lse f64[N])."""
-    N, H = q.shape
+    """One query f[N, H] at `position` over k f[n, K, H], v f[n, K, Hv]: (o f64[N, Hv], lse f64[N])."""
+    N = len(q)
     group = N // k.shape[1]
     first = 0 if window is None else max(0, position - window + 1)
-    out = np.zeros((N, H))
+    out = np.zeros((N, v.shape[-1]))
     lse = np.full(N, -np.inf)
     for head in range(N):
         keys = k[first : position + 1, head // group].astype(np.float64)

@@ -1,5 +1,6 @@
 """Every implementation against the float64 oracle, on one table; poisoned pools; exact invariants."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -186,6 +187,60 @@ def test_equals_oracle_full(build, check_variants, implementation, hand, heads, 
             step, implementation, sinks, parts=implementation not in ("pallas_mosaic", "pallas_mma")
         )
     jax.clear_caches()
+
+
+# Latent rows: (H, lanes that are the value as well). The first pair is the published one.
+LATENT_AXES = {
+    "heads": [(16, 1), (5, 1)],
+    "widths": [(576, 512), (72, 48)],
+    "block_size": [16, 64],
+    "dtype": ["float32", "bfloat16"],
+    "window": [None, 20],
+    "soft_cap": [None, 5.0],
+    "sinks": [False, True],
+    "rows": ["decode", "prefill", "mixed"],
+}
+SERVES_LATENT = [name for name in ("xla", "native") if name in JUDGED]
+LATENT_MORE = {
+    "heads": [(128, 1)],
+    "widths": [(20, 16), (192, 128), (320, 256), (33, 33)],
+    "block_size": [1, 8],
+}
+
+
+def run_latent(build, check, implementation, case):
+    """Values are the keys' own first lanes; within the tolerance of rows that keep both apart."""
+    H, latent = case[1]
+    build = functools.partial(build, latent=latent)
+    run_case(build, check, implementation, (case[0], H, *case[2:]))
+
+
+@pytest.mark.parametrize("case", pairwise(LATENT_AXES), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("implementation", SERVES_LATENT)
+def test_latent_rows_equal_oracle(build, check, implementation, case):
+    run_latent(build, check, implementation, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", SERVES_LATENT)
+def test_latent_rows_equal_oracle_full(build, check, implementation):
+    axes = {name: values + LATENT_MORE.get(name, []) for name, values in LATENT_AXES.items()}
+    if implementation == "pallas_tpu":
+        axes["block_size"].remove(1)
+    for case in pairwise(axes):
+        run_latent(build, check, implementation, case)
+        jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "implementation", [name for name in JUDGED if name in ("pallas_mosaic", "pallas_mma")]
+)
+def test_latent_rows_are_refused_by_name(build, implementation):
+    step = build([1], [40], heads=(4, 1), head_dim=48, latent=32, dtype=dtype_of(implementation))
+    with pytest.raises(NotImplementedError, match=rf"{implementation}: latent_dim=32: values within keys"):
+        paged_attention(
+            jnp.asarray(step.q), step.pool, 1, step.ragged, scale=1.0, implementation=implementation
+        )
 
 
 @pytest.mark.parametrize("poison", ["k", "v", "kv"])

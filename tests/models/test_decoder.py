@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pagedjax.models import abstract_params, make_decoder
+from pagedjax.models.config import LatentAttention
 from pagedjax.models.mixture import Experts
 from pagedjax.models.weights import flat
 from pagedjax.testing import tiny_config, tiny_params
@@ -59,6 +60,12 @@ ROWS = {
         out_bias=True,
         mlp_bias=True,
         head_dim=9,
+    ),
+    "latent": dict(
+        latent=LatentAttention(24, 8, 4, 6, q_lora_rank=20), num_kv_heads=1, head_dim=28, qkv_bias=True
+    ),
+    "latent_odd": dict(
+        latent=LatentAttention(17, 7, 6, 11), num_heads=5, num_kv_heads=1, head_dim=23, query_scale=0.4
     ),
 }
 

@@ -10,7 +10,7 @@ from pagedjax.models.decoder import abstract_params
 from pagedjax.models.mixture import Experts
 from pagedjax.models.sharding import RULES, Cut, possible_devices, rule_of
 from pagedjax.models.weights import flat
-from pagedjax.testing import tiny_config
+from pagedjax.testing import tiny_config, tiny_latent_config
 
 BIASED = dict(norm="layer", positions="learned", gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True)
 CONFIGS = {
@@ -18,6 +18,7 @@ CONFIGS = {
     "9 over 3": (tiny_config(num_heads=9, num_kv_heads=3, d_mlp=90), (3, 9)),
     "biased": (tiny_config(num_heads=8, num_kv_heads=8, **BIASED), (2, 4, 8)),
     "normed": (tiny_config(num_heads=4, num_kv_heads=1, qk_norm=True, post_norms=True), (2, 4)),
+    "latent": (tiny_latent_config(num_heads=4), (2, 4)),
 }
 MIXED = Experts(
     6, 2, 24, layers=(False, True), choice_bias=True, expert_bias=True, router_bias=True, d_shared=40
@@ -51,10 +52,11 @@ def test_parts_make_a_smaller_decoder_and_add_up_to_the_model(name, n):
                 held[start:stop] += 1
         copies = cut.kv_copies if rule.name == "heads" else 1
         assert held.min() == 1 and held.max() == copies, (leaf, held)
-    assert seen | (set() if config.experts else EXPERTS_ONLY) == {rule.name for rule in RULES}
+    absent = {"heads" if config.latent else "latent heads"} | (set() if config.experts else EXPERTS_ONLY)
+    assert seen == {rule.name for rule in RULES} - absent
 
 
-@pytest.mark.parametrize(("name", "n"), CASES)
+@pytest.mark.parametrize(("name", "n"), [case for case in CASES if case[0] != "latent"])
 def test_a_devices_query_heads_read_the_kv_heads_that_it_holds(name, n):
     cut = Cut(CONFIGS[name][0], n)
     config, H = cut.config, cut.config.head_dim

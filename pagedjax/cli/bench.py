@@ -122,6 +122,18 @@ def experts(common: Common, rounds: int) -> None:
     _show(common, {"experts": bench.run(rounds=rounds, note=common.note)})
 
 
+@command.command("latent")
+@click.option(
+    "--rounds", type=_COUNT, default=5, show_default=True, help="Times each candidate runs; the best counts."
+)
+@common_options(settings=(), cache_dir=False)
+def latent(common: Common, rounds: int) -> None:
+    """Latent attention of one layer, absorbed as the engine has it, beside keys and values multiplied out first."""
+    from pagedjax.bench import latent as bench
+
+    _show(common, {"latent": bench.run(rounds=rounds, note=common.note)})
+
+
 @command.command("hosts")
 @click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences of a step.")
 @click.option("--context", type=_COUNT, default=512, show_default=True, help="Prompt length in tokens.")

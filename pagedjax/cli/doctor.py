@@ -148,8 +148,8 @@ def _understood(common: Common) -> dict[str, Any]:
     facts = {
         "files": f"{read.kind}, family {config.family}",
         "sizes": (
-            f"{config.num_layers} layers of {config.d_model}, {config.num_heads} query and {config.num_kv_heads} KV "
-            f"heads of {config.head_dim}, MLP {config.d_mlp}, vocabulary {config.vocab_size}"
+            f"{config.num_layers} layers of {config.d_model}, {_heads(config)}, MLP {config.d_mlp}, "
+            f"vocabulary {config.vocab_size}"
             + (
                 ""
                 if tokenizer.vocab_size == config.vocab_size
@@ -233,6 +233,17 @@ def _processes() -> str:
     if hosts is None:
         return "this one, which a launcher started alone"
     return f"{hosts.index} of {hosts.count} by the launcher, process 0 at {hosts.address} (--hosts auto)"
+
+
+def _heads(config: ModelConfig) -> str:
+    """Heads and what the pool keeps of a token."""
+    latent = config.latent
+    if latent is None:
+        return f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}"
+    return (
+        f"{config.num_heads} heads of {latent.nope_dim} + {latent.rope_dim} over one latent row of "
+        f"{latent.kv_lora_rank} + {latent.rope_dim}"
+    )
 
 
 def _windows(config: ModelConfig) -> str:

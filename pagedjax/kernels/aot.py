@@ -463,23 +463,25 @@ def _kernel_bytes(hlo: str) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One shape of an attention layer: N query heads, K KV heads, head dim H, block size B, dtype."""
+    """One shape of an attention layer: heads, head dim, block size, dtype, and lanes of latent values or 0."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
+    latent_dim: int = 0
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}q/{self.num_kv_heads}kv/{self.head_dim}"
+        if self.latent_dim:
+            heads = f"{self.num_heads}q/latent {self.latent_dim} of {self.head_dim}"
         return f"{heads} {self.dtype}, blocks of {self.block_size}"
 
     def layout(self, pool_bytes: int = 1 << 30) -> KVLayout:
         """A pool of one layer of about this size: well over VMEM, into which small ones move and hide copies."""
-        row = KVLayout(1, 1, self.block_size, self.num_kv_heads, self.head_dim, self.dtype).num_bytes
-        blocks = max(1, pool_bytes // row)
-        return KVLayout(1, blocks, self.block_size, self.num_kv_heads, self.head_dim, self.dtype)
+        one = KVLayout(1, 1, self.block_size, self.num_kv_heads, self.head_dim, self.dtype, self.latent_dim)
+        return replace(one, num_blocks=max(1, pool_bytes // one.num_bytes))
 
 
 # SmolLM2-135M, Llama-3-8B, SmolLM2-360M, many queries a head, MQA at 256, MHA, a head that fits no lane.
@@ -561,12 +563,12 @@ def attention_step(
     pool = KVPool(jax.ShapeDtypeStruct(layout.shape, dtype), layout)  # type: ignore[arg-type]
     q, k = (jax.ShapeDtypeStruct((T, heads, H), dtype) for heads in (num_heads, K))
 
-    def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array, ragged: RaggedBatch) -> Any:
+    def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array | None, ragged: RaggedBatch) -> Any:
         pool = write_kv(pool, 0, k, v, ragged.slot_mapping)
         out = paged_attention(q, pool, 0, ragged, scale=H**-0.5, implementation=implementation, **params)
         return pool, out
 
-    return step, (pool, q, k, k, ragged)
+    return step, (pool, q, k, None if layout.latent_dim else k, ragged)
 
 
 def abstract_batch(

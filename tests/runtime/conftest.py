@@ -17,7 +17,8 @@ from judges import compile_quickly, numpy_forward, read_stories
 from pagedjax.cache import CopyPlan, KVGroup, PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
-from pagedjax.kernels import KVLayout, KVPool, make_pool
+from pagedjax.kernels import KVPool, make_pool
+from pagedjax.models.decoder import pool_layout
 from pagedjax.runtime import Buckets, JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
 
@@ -146,7 +147,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
             options["groups"] = [
                 KVGroup(n, g.window) for g, n in zip(config.layer_groups, group_blocks, strict=True)
             ]
-        layouts = tuple(KVLayout(l, n, block_size, config.num_kv_heads, config.head_dim) for l, n in layers)
+        layouts = tuple(pool_layout(config, n, block_size, num_layers=l) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
         key = (config, layouts, buckets.ladder, max_model_len, quick)

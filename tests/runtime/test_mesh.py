@@ -21,6 +21,7 @@ from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout, paged_attention, write_kv
 from pagedjax.models import forward, logits, make_decoder
+from pagedjax.models.decoder import pool_layout
 from pagedjax.models.mixture import Experts
 from pagedjax.models.sharding import AXIS
 from pagedjax.runtime import Bucket, Buckets, JaxRunner, sample_tokens
@@ -28,7 +29,7 @@ from pagedjax.runtime.mesh import DeviceMesh, OneDevice, make_place
 from pagedjax.runtime.pools import plan_pools
 from pagedjax.runtime.runner import StepOutput
 from pagedjax.runtime.snapshot import Owner, load_snapshot, save_snapshot
-from pagedjax.testing import tiny_config, tiny_params
+from pagedjax.testing import tiny_config, tiny_latent_config, tiny_params
 
 BLOCKS, SIZE, HOST = 60, 4, 60
 LIMITS = SchedulerConfig(max_num_seqs=4, token_budget=20)
@@ -46,6 +47,7 @@ MODELS = {
             6, 2, 24, layers=(False, True), routing="sigmoid", normalise=True, choice_bias=True, router_bias=True,
             expert_bias=True, d_shared=40),
     ),
+    "latent": tiny_latent_config(num_heads=8, qkv_bias=True),
 }  # fmt: skip
 _rng = np.random.default_rng(3)
 _STEM = _rng.integers(0, 256, 26).tolist()
@@ -78,7 +80,7 @@ def make_runner(config, devices, params=None, runner=_Checked, **options):
     buckets = Buckets(LIMITS, 1, 1)
     buckets.ladder = (Bucket(4, 20, 4, 8),)
     groups = config.layer_groups
-    layouts = [KVLayout(len(g.layers), BLOCKS, SIZE, config.num_kv_heads, config.head_dim) for g in groups]
+    layouts = [pool_layout(config, BLOCKS, SIZE, num_layers=len(g.layers)) for g in groups]
     made = runner(
         config,
         tiny_params(config) if params is None else params,
@@ -186,6 +188,7 @@ FEW = [
     ("windows", 4, "hash", 5, "swap", "greedy", 0),
     ("windows", 4, "radix", 16, "recompute", "logprobs", 0),
     ("experts", 4, "hash", 5, "swap", "greedy", 0),
+    ("latent", 2, "radix", 5, "swap", "n=3", 2),
 ]
 
 

@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "pagedjax.models.config",
         "pagedjax.models.config_keys",
         "pagedjax.models.config_parts",
+        "pagedjax.models.expert_configs",
     },
     "pagedjax.models.sharding": {"pagedjax.models.config", "pagedjax.models.mixture"},
     "pagedjax.models.expert_configs": {

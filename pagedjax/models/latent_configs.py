@@ -1,10 +1,14 @@
-"""How DeepSeek-V2 and V3 spell their `config.json`: latent attention, with the defaults of transformers' classes."""
+"""How DeepSeek-V2 and V3 spell their `config.json`: latent attention, with the defaults of transformers' classes.
+
+Their experts are read by `expert_configs`.
+"""
 
 from __future__ import annotations
 
 from pagedjax.models.config import LIMITS, LatentAttention, ModelConfig, RopeScaling, check_range
 from pagedjax.models.config_keys import Reader
 from pagedjax.models.config_parts import GATED, Family, common_fields, mscale_factor, rotary_fields
+from pagedjax.models.expert_configs import DEEPSEEK_EXPERT_KEYS, deepseek_experts
 
 
 def _latent(r: Reader, num_heads: int) -> LatentAttention:
@@ -41,29 +45,22 @@ def _score_scale(r: Reader, latent: LatentAttention, scaling: RopeScaling | None
     return scale * mscale_factor(scaling.factor, weight) ** 2 if weight else scale
 
 
-def _deepseek(r: Reader, ends: tuple[int, int]) -> ModelConfig:
+def _deepseek(r: Reader, version: int, ends: tuple[int, int]) -> ModelConfig:
     heads = r.whole("num_attention_heads")
     check_range("num_attention_heads", heads, 1, LIMITS["num_heads"])
     latent, bias, rotary = _latent(r, heads), r.flag("attention_bias", False), rotary_fields(r)
     common = common_fields(r, "deepseek", ends=ends)
-    _all_dense(r, common["num_layers"])
     common |= dict(num_kv_heads=1, head_dim=latent.row_dim)
     return ModelConfig(
         **common,
         **rotary,
         latent=latent,
+        experts=deepseek_experts(r, common["num_layers"], version),
         query_scale=_score_scale(r, latent, rotary["rope_scaling"]),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=r.flag("mlp_bias", False),
     )
-
-
-def _all_dense(r: Reader, num_layers: int) -> None:
-    """Refuse layers of experts."""
-    dense = r.optional_whole("first_k_dense_replace", 0 if r.get("model_type") == "deepseek_v2" else 3)
-    if r.optional_whole("n_routed_experts", 64) is not None and (dense or 0) < num_layers:
-        r.fail("n_routed_experts", f"mixtures of experts behind layer {dense or 0} are not supported here")
 
 
 _KEYS = (
@@ -76,30 +73,14 @@ _KEYS = (
     "qk_head_dim",
     "v_head_dim",
     "attention_bias",
-    "first_k_dense_replace",
-    "n_routed_experts",
-    # Of experts: a file whose layers are all dense carries them to no effect.
-    "n_shared_experts",
-    "moe_intermediate_size",
-    "num_experts_per_tok",
-    "n_group",
-    "topk_group",
-    "topk_method",
-    "scoring_func",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "moe_layer_freq",
-    "ep_size",
-    "aux_loss_alpha",
-    "seq_aux",
-    "output_router_logits",
+    *DEEPSEEK_EXPERT_KEYS,
 )
 
 LATENT_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(frozenset((*_KEYS, "mlp_bias")), lambda r: _deepseek(r, (1, 2))),
+    "deepseek_v2": Family(frozenset((*_KEYS, "mlp_bias")), lambda r: _deepseek(r, 2, (1, 2))),
     "deepseek_v3": Family(
         # Layers that predict further tokens lie behind the last one and take no part in a decoder's own answer.
         frozenset((*_KEYS, "rope_interleave", "num_nextn_predict_layers", "num_mtp_layers")),
-        lambda r: _deepseek(r, (0, 1)),
+        lambda r: _deepseek(r, 3, (0, 1)),
     ),
 }

@@ -5,6 +5,7 @@ The default suite takes a sample in which every pair of settings occurs; the who
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from pagedjax.cache import INDEXES, POLICIES, TokenChain
 from pagedjax.engine.request import SamplingParams
 from pagedjax.models.mixture import Experts
-from pagedjax.testing import tiny_config, tiny_params
+from pagedjax.testing import tiny_config, tiny_latent_config, tiny_params
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "index": tuple(INDEXES),
@@ -139,25 +140,32 @@ def _drain(engine, outputs, forced, rng):
             outputs[output.request_id] = output
 
 
-# On a model with experts: few, as each compiles programs of its own and what is judged is that rows keep apart.
-WITH_EXPERTS = [
+# On models with experts or latent attention: few, as each compiles programs of its own, and what is judged is that rows
+# keep apart and that a row is all there is of a token.
+ON_OTHERS = [
     ("hash", "lru", 4, 5, "swap", None, True, 0),
     ("radix", "lru", 4, 16, "recompute", None, True, 1),
     ("hash", "lru", 4, 64, "none", None, False, 0),
 ]
 
 
+OTHERS = {
+    "experts": tiny_config(experts=Experts(6, 2, 24, normalise=True, d_shared=24)),
+    "latent": tiny_latent_config(),
+}
+
+
 @pytest.fixture(scope="module")
-def tiny_experts():
-    """(config, params) of the tiny model with experts in both layers, one of them shared."""
-    config = tiny_config(experts=Experts(6, 2, 24, normalise=True, d_shared=24))
-    return config, jax.device_put(tiny_params(config))
+def others():
+    """`others(name)` → (config, params), each made once."""
+    return functools.cache(lambda name: (OTHERS[name], jax.device_put(tiny_params(OTHERS[name]))))
 
 
-def test_greedy_tokens_of_a_mixture_are_the_judges(check_model, tiny_experts):
+@pytest.mark.parametrize("name", OTHERS)
+def test_greedy_tokens_of_other_models_are_the_judges(check_model, others, name):
     totals: Counter[str] = Counter()
-    for combination in WITH_EXPERTS:
-        totals.update(check_model(tiny_experts, combination))
+    for combination in ON_OTHERS:
+        totals.update(check_model(others(name), combination))
     assert totals["hits"] and totals["swaps"] and totals["preemptions"]
 
 

@@ -239,6 +239,9 @@ class RuntimeConfig:
         prefix_groups: Work the shared prefix of decoding sequences once for all of them: "auto" where the rule says
             that it pays (docs/kernels.md, "Break-even"), "on" wherever two share a chunk, "off" never. A program of
             its own for each bucket, compiled when first needed; the tokens are the same.
+        deterministic: Every token is computed by one program of one shape, whatever else is in the step: a request's
+            logits are the same to the last bit cold or warm, alone or in any batch, whole or in chunks, after
+            preemption, at any block size (docs/deterministic.md, which also says what it costs).
         tensor_parallel: Devices that work each step together, each with its own heads, part of the MLP and tokens of
             the vocabulary (docs/devices.md). The model's heads must be dealt out evenly.
     """
@@ -248,12 +251,23 @@ class RuntimeConfig:
     seed: int = 0
     checked: bool = False
     prefix_groups: str = "auto"
+    deterministic: bool = False
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         require(
             self.prefix_groups in PREFIX_GROUPS,
             f"runtime.prefix_groups={self.prefix_groups}: must be one of {', '.join(PREFIX_GROUPS)}; try auto",
+        )
+        require(
+            not (self.deterministic and self.prefix_groups == "on"),
+            "runtime.prefix_groups=on: which rows share a prefix changes how their sums are rounded, which "
+            "runtime.deterministic rules out; set prefix_groups to auto or off",
+        )
+        require(
+            not (self.deterministic and self.tensor_parallel > 1),
+            f"runtime.tensor_parallel={self.tensor_parallel}: sums between devices have not been shown to keep their "
+            "order, which runtime.deterministic needs; set one of the two",
         )
         require(
             self.tensor_parallel >= 1,

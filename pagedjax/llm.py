@@ -141,6 +141,7 @@ class LLM:
             on_compile=on_compile,
             writable=self.manager.writable if config.runtime.checked else None,
             prefix_groups=config.runtime.prefix_groups,
+            deterministic=config.runtime.deterministic,
             place=place,
         )
         if self._channel is not None and self._channel.hosts.index == 0:
@@ -547,9 +548,7 @@ class LLM:
             mixed: Also those of steps that decode and prefill at once. Without arrivals while others
                 decode, as in a script that runs one batch after another, they are never needed.
         """
-        buckets = [
-            b for b in self.runner.buckets.ladder if mixed or not (b.num_decodes and b.num_prefill_tokens)
-        ]
+        buckets = [b for b in self.runner.programs if mixed or not (b.num_decodes and b.num_prefill_tokens)]
         with self.engine.paused(), bar("compiling", len(buckets), self.progress) as advance:
             self.runner.warm_up(lambda _: advance(1), buckets)
 

@@ -66,7 +66,7 @@ def warm(llm: LLM) -> None:
     In checked mode they are compiled only: blocks are then asserted against `LLM.engine`'s books.
     """
     llm.warm_up()
-    if llm.config.runtime.checked:
+    if llm.config.runtime.checked or llm.config.runtime.deterministic:
         return
     phases = warm_phases(
         llm.runner.buckets.ladder,
@@ -112,11 +112,16 @@ def calibrate(
         advance: Called after each phase, with how many there are.
 
     Raises:
-        ValueError: Checked mode is on, or too few steps could be made.
+        ValueError: Checked or deterministic mode is on, or too few steps could be made.
     """
     if llm.config.runtime.checked:
         raise ValueError(
             "runtime.checked: its program would be measured with every step; calibrate without it"
+        )
+    if llm.config.runtime.deterministic:
+        raise ValueError(
+            "runtime.deterministic: its steps are slices of one program, which the cost model does not know; "
+            "calibrate without it"
         )
     ladder, scheduler = llm.runner.buckets.ladder, llm.config.scheduler
     longest = min(llm.max_model_len, pool_tokens(llm) // 2)

@@ -61,7 +61,7 @@ def run(
     Raises:
         ValueError: A batch does not fit the engine's limits or its pool.
     """
-    _check(llm, batches, context, tokens)
+    check_fits(llm, batches, context, tokens)
     llm.warm_up()
     floor_s = _FloorTimer(llm.runner.params)
     rows = []
@@ -113,20 +113,20 @@ def mixed_step(
     budget = llm.engine.scheduler.config.token_budget
     if decodes + chunk > budget:
         raise ValueError(f"token_budget={budget}: must hold {decodes} + {chunk} tokens; raise it with --set")
-    with _Recorder(llm) as recorder, _running(llm, decodes, context, seed=7):
+    with StepRecords(llm) as recorder, running(llm, decodes, context, seed=7):
         times: dict[str, list[float]] = {"decodes": [], "mixed": []}
         for seed in range(rounds):
-            times["decodes"].append(_timed_step(recorder))
+            times["decodes"].append(timed_step(recorder))
             request = llm.engine.add(
                 _prompts(llm, 1, chunk, seed=2000 + seed)[0], SamplingParams(max_tokens=1)
             )
-            times["mixed"].append(_timed_step(recorder))
+            times["mixed"].append(timed_step(recorder))
             llm.engine.abort(request)
-    with _Recorder(llm) as recorder:
+    with StepRecords(llm) as recorder:
         times["chunk"] = []
         for seed in range(rounds):
             llm.engine.add(_prompts(llm, 1, chunk, seed=3000 + seed)[0], SamplingParams(max_tokens=1))
-            times["chunk"].append(_timed_step(recorder))
+            times["chunk"].append(timed_step(recorder))
     best = {name: min(values) for name, values in times.items()}
     return {
         "decodes": decodes,
@@ -141,7 +141,7 @@ def mixed_step(
 # ---- the engine --------------------------------------------------------------------------------------------
 
 
-def _check(llm: LLM, batches: Sequence[int], context: int, tokens: int) -> None:
+def check_fits(llm: LLM, batches: Sequence[int], context: int, tokens: int) -> None:
     most = llm.config.scheduler.max_num_seqs
     for batch in batches:
         if not 1 <= batch <= most:
@@ -164,14 +164,14 @@ def _prompts(llm: LLM, batch: int, context: int, *, seed: int) -> list[list[int]
     return draw.integers(3, llm.model_config.vocab_size, (batch, context)).tolist()
 
 
-class _Recorder:
+class StepRecords:
     """Collects the engine's step records while it is open."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.records: list[StepRecord] = []
 
-    def __enter__(self) -> _Recorder:
+    def __enter__(self) -> StepRecords:
         self._before = self.llm.engine.on_step
         self.llm.engine.on_step = self.records.append
         return self
@@ -181,7 +181,7 @@ class _Recorder:
 
 
 @contextmanager
-def _running(llm: LLM, batch: int, context: int, *, seed: int) -> Any:
+def running(llm: LLM, batch: int, context: int, *, seed: int) -> Any:
     """A batch that has been prefilled and decodes as long as the block lasts; yields seconds of prefill."""
     endless = SamplingParams(max_tokens=llm.max_model_len, ignore_eos=True)
     started = time.perf_counter()
@@ -196,7 +196,7 @@ def _running(llm: LLM, batch: int, context: int, *, seed: int) -> Any:
             llm.engine.abort(request)
 
 
-def _timed_step(recorder: _Recorder) -> float:
+def timed_step(recorder: StepRecords) -> float:
     started = time.perf_counter()
     recorder.llm.engine.step()
     return time.perf_counter() - started
@@ -210,11 +210,14 @@ def _measure_batch(
     prefill_s, step_s, dense_s, products_s, floor_s = [], [], [], [], []
     hosts: list[np.ndarray] = []
     for round_ in range(rounds):
-        with _Recorder(llm) as recorder, _running(llm, batch, context, seed=round_ * 1000 + batch) as seconds:
+        with (
+            StepRecords(llm) as recorder,
+            running(llm, batch, context, seed=round_ * 1000 + batch) as seconds,
+        ):
             prefill_s.append(seconds)
-            _timed_step(recorder)  # the first pure decode step is not timed
+            timed_step(recorder)  # the first pure decode step is not timed
             recorder.records.clear()
-            step_s.append(min(_timed_step(recorder) for _ in range(tokens)))
+            step_s.append(min(timed_step(recorder) for _ in range(tokens)))
             hosts.append(np.median([_host_seconds(record) for record in recorder.records], axis=0))
         dense_s.append(dense.best_step(context, tokens))
         products_s.append(products.best(tokens))

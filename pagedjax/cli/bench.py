@@ -91,6 +91,32 @@ def preemption(common: Common, contexts: tuple[int, ...], rounds: int) -> None:
     _show(common, {"preemption": rows})
 
 
+@command.command("deterministic")
+@click.option(
+    "--batch", "batches", multiple=True, type=_COUNT, help="Batch size; repeatable.  [default: 1, 8]"
+)
+@click.option("--context", type=_COUNT, default=256, show_default=True, help="Prompt length in tokens.")
+@click.option(
+    "--tokens", type=_COUNT, default=16, show_default=True, help="Decode steps a round; the fastest counts."
+)
+@click.option(
+    "--rounds", type=_COUNT, default=3, show_default=True, help="Of both engines in turn; the fastest counts."
+)
+@common_options(scheduler__max_num_seqs=8, scheduler__token_budget=256, cache__memory_bytes="512MiB")
+def deterministic(common: Common, batches: tuple[int, ...], context: int, tokens: int, rounds: int) -> None:
+    """Prefill and decode with runtime.deterministic beside the same without it."""
+    from pagedjax.bench import deterministic as bench
+
+    usual, other = (
+        replace(common, config=common.config.replace({"runtime.deterministic": on})).llm()
+        for on in (False, True)
+    )
+    rows = bench.run(
+        usual, other, batches or (1, 8), context=context, tokens=tokens, rounds=rounds, note=common.note
+    )
+    _show(common, {"deterministic": rows})
+
+
 @command.command("in-place")
 @common_options(settings=(), cache_dir=False)
 def in_place(common: Common) -> None:

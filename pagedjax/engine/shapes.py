@@ -42,6 +42,11 @@ class Bucket:
         return f"{self.num_decodes} decodes + {self.num_prefill_tokens} prefill tokens"
 
 
+# Of a deterministic engine: few, as a decode step pays for all of them; enough that prefill reads the weights seldom.
+SLICE_TOKENS = 32
+SLICE = Bucket(SLICE_TOKENS, 0, SLICE_TOKENS, SLICE_TOKENS)
+
+
 class Buckets:
     """The ladder of step shapes: at most 12, so at most 12 compiled programs.
 

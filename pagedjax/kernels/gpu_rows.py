@@ -117,6 +117,10 @@ def check(pool: KVPool, ragged: RaggedBatch, group: int, why_not_float32: str) -
         )
     if layout.head_dim % 16:
         raise NotImplementedError(f"head_dim={layout.head_dim}: must be a multiple of 16")
+    if ragged.apart:
+        raise NotImplementedError(
+            "a plan of rows apart: rows are cut by what else is in the step; use 'xla' here"
+        )
     if group > ROWS:
         raise NotImplementedError(f"{group} query heads per KV head: must be at most {ROWS}")
 

@@ -194,7 +194,7 @@ class DecodeList:
         "tile_start",
         "num_tiles",
     ],
-    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries", "block_size"],
+    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries", "block_size", "apart"],
 )
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -219,6 +219,8 @@ class RaggedBatch:
         chunk_tokens: Keys per decode item. Static.
         tile_queries: Tokens per tile; 0 compiles no tile part. Static.
         block_size: B of the pool that was planned for. Static.
+        apart: No row's result may depend on the others, to the last bit: parts of a row are joined one by one, in their
+            order. Static.
     """
 
     slot_mapping: Any
@@ -235,6 +237,7 @@ class RaggedBatch:
     chunk_tokens: int
     tile_queries: int
     block_size: int
+    apart: bool = False
 
     @property
     def num_tokens_bucket(self) -> int:

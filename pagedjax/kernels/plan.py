@@ -35,6 +35,7 @@ def plan_ragged(
     min_group_rows: int = MIN_GROUP_ROWS,
     max_group_levels: int = MAX_LEVELS,
     groups: Sequence[PrefixGroup] | None = None,
+    apart: bool = False,
 ) -> RaggedBatch:
     """Plans one step.
 
@@ -55,6 +56,7 @@ def plan_ragged(
         min_group_rows: Rows from which a group pays.
         max_group_levels: How deep groups may lie within one another, at least 1.
         groups: Groups of the decode rows that were found already, at most `max_groups`; None: found here.
+        apart: No row's result may depend on the other rows, to the last bit; for rows of one token, without groups.
 
     Returns:
         Fresh arrays that hold no reference to the arguments.
@@ -110,6 +112,11 @@ def plan_ragged(
         )
     if len(groups) > max_groups:
         raise ValueError(f"groups: {len(groups)} given, must be at most max_groups={max_groups}")
+    if apart and (Sd != T or max_groups):
+        raise ValueError(
+            f"apart: decode_bucket={Sd}, max_groups={max_groups}: must be num_tokens_bucket={T} and 0, as tiles and "
+            "groups work several queries at once"
+        )
     chunks_per_row = -(-M * block_size // chunk_tokens)
     lists = tuple(
         _decode_list(
@@ -120,6 +127,7 @@ def plan_ragged(
             Sd * chunks_per_row,
             max_groups,
             groups if w is None else [],
+            apart,
         )
         for w in dict.fromkeys((None, *windows))
     )
@@ -140,6 +148,7 @@ def plan_ragged(
         chunk_tokens=chunk_tokens,
         tile_queries=tile_queries,
         block_size=block_size,
+        apart=apart,
     )
 
 
@@ -151,8 +160,13 @@ def _decode_list(
     size: int,
     max_groups: int,
     groups: Sequence[PrefixGroup],
+    apart: bool,
 ) -> DecodeList:
-    """Chunks of every row, row by row, less those behind the window and those that a group works."""
+    """Chunks of every row, row by row, less those behind the window and those that a group works.
+
+    Apart: chunk by chunk, an item for every row of the bucket, so that neighbouring items are never one row's. Those
+    that have no key of their row left, or none in its window, see nothing.
+    """
     n = len(lens)
     skip = np.zeros(Sd, np.int32)
     group_rows = np.full((max_groups if window is None else 0, Sd), Sd, np.int32)
@@ -175,7 +189,12 @@ def _decode_list(
     total = int(counts.sum())
     row = np.zeros(size, np.int32)
     start = np.zeros(size, np.int32)
-    if total == n and counts.all():
+    if apart:
+        most = int((first + counts).max(initial=0))
+        total = most * Sd
+        row[:total] = np.tile(np.arange(Sd, dtype=np.int32), most)
+        start[:total] = np.repeat(np.arange(most, dtype=np.int32) * chunk_tokens, Sd)
+    elif total == n and counts.all():
         row[:total] = np.arange(total)
         start[:total] = first * chunk_tokens
     else:

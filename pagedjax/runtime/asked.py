@@ -6,11 +6,12 @@ asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.engine.request import SamplingParams, Sequence
+from pagedjax.engine.request import Sequence
 from pagedjax.runtime.adjust import Adjustments, adjust
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.mesh import ONE_DEVICE, Placement
@@ -60,8 +61,10 @@ class AskedPrograms(NamedTuple):
 ON_ONE_DEVICE = AskedPrograms.on(ONE_DEVICE)  # shared by all runners on one device
 
 
-def _wants_scores(p: SamplingParams) -> bool:
-    return p.logprobs is not None or p.waits_for_all
+def wants_scores(samples: Iterable[Sequence]) -> bool:
+    """Whether one of the samples asks for log-probabilities, or for what is made of them."""
+    params = (seq.request.sampling for seq in samples)
+    return any(p.logprobs is not None or p.waits_for_all for p in params)
 
 
 def answer_asked(
@@ -72,6 +75,7 @@ def answer_asked(
     max_model_len: int,
     compiling: CompileClock,
     programs: AskedPrograms = ON_ONE_DEVICE,
+    scored: bool | None = None,
 ) -> Asked:
     """Bring a step's samples to the host, with what their requests ask for.
 
@@ -83,6 +87,7 @@ def answer_asked(
         max_model_len: Bounds the length of lists of changed tokens.
         compiling: Takes the seconds of programs that have to be compiled.
         programs: Of the runner's devices.
+        scored: Whether log-probabilities are computed; None: where one of these samples asks.
     """
     rows, vocab_size = logits.shape
     adjustments = Adjustments.pack(samples, rows, vocab_size, max_model_len)
@@ -90,7 +95,7 @@ def answer_asked(
         tokens = compiling.call(programs.draw, logits, batch, adjustments)
     count = len(samples)
     drawn = np.asarray(tokens)[:count].tolist()
-    if not any(_wants_scores(seq.request.sampling) for seq in samples):
+    if not (wants_scores(samples) if scored is None else scored):
         return Asked(drawn, [], [], None, None)
     logprobs, ranks, ids, top = (
         np.asarray(x)[:count] for x in compiling.call(programs.score, logits, tokens)

@@ -103,6 +103,7 @@ def pack(
     windows: Seq[Seq[int | None]] = ((None,),),
     chunk_tokens: int = CHUNK_TOKENS,
     shared: Seq[SharedPrefix] = (),
+    apart: bool = False,
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
@@ -114,6 +115,7 @@ def pack(
         windows: Per KV group the attention windows of its layers.
         chunk_tokens: Keys per decode item.
         shared: Prefixes to be worked once for their rows; where there are any, a program of its own.
+        apart: Every token is a row of its own, and no row's result depends on the others; rows in any order.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -121,7 +123,7 @@ def pack(
     tokens = np.zeros(bucket.num_tokens, np.int32)
     positions = np.zeros(bucket.num_tokens, np.int32)
     sample_index = np.zeros(bucket.num_samples, np.int32)
-    decodes = sum(row.num_tokens == 1 for row in rows)  # they come first
+    decodes = 0 if apart else sum(row.num_tokens == 1 for row in rows)  # they come first
     tokens[:decodes] = [row.seq.chain.tokens[row.start] for row in rows[:decodes]]
     positions[:decodes] = starts[:decodes]
     at = decodes
@@ -133,10 +135,14 @@ def pack(
     sequences: list[Sequence] = [seq for row in rows for seq in row.samples]
     sample_index[: len(sequences)] = np.repeat(np.cumsum(lens) - 1, [len(row.samples) for row in rows])
     tables = plan.tables if rows else [np.zeros((0, table_width), np.int32)] * len(windows)
+    query_lens, seq_lens = lens, starts + lens
+    if apart:
+        tables = [np.repeat(table, lens, axis=0) for table in tables]
+        query_lens, seq_lens = np.ones(at, np.int32), positions[:at] + 1
     ragged = tuple(
         plan_ragged(
-            lens,
-            starts + lens,
+            query_lens,
+            seq_lens,
             table,
             block_size=block_size,
             chunk_tokens=chunk_tokens,
@@ -150,6 +156,7 @@ def pack(
                 for s in shared
                 if s.group == number
             ],
+            apart=apart,
         )
         for number, (table, group) in enumerate(zip(tables, windows, strict=True))
     )

@@ -13,15 +13,15 @@ from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import SharedPrefix, StepResult
-from pagedjax.engine.shapes import Bucket, Buckets
+from pagedjax.engine import SharedPrefix, StepResult, TokenScores
+from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, native
 from pagedjax.kernels.layout import device_class
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
-from pagedjax.runtime.asked import ON_ONE_DEVICE, AskedPrograms, answer_asked
+from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, answer_asked, wants_scores
 from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
@@ -31,6 +31,7 @@ from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
+from pagedjax.runtime.slices import cut, join_scores
 
 Array = Any
 
@@ -47,6 +48,15 @@ class StepOutput(NamedTuple):
     tokens: Array
     logits: Array
     hidden: Array
+
+
+class _Computed(NamedTuple):
+    """Of one call: what its samples got, scores of prompt tokens by row, seconds of packing and dispatch."""
+
+    asked: Asked
+    prompt: dict[int, TokenScores]
+    pack_s: float
+    dispatch_s: float
 
 
 class JaxRunner:
@@ -68,6 +78,7 @@ class JaxRunner:
         writable: Checked mode: bool[P] per group, blocks that may be written now (the manager's `writable`);
             every step is asserted on the device before it runs. None: nothing is asserted, at no cost.
         prefix_groups: Whether prefixes that decode rows share are worked once: the setting of this name.
+        deterministic: The setting of this name: one program of one shape computes every step, slice by slice.
         place: The devices, from `runtime.mesh.make_place`.
 
     Attributes:
@@ -95,6 +106,7 @@ class JaxRunner:
         on_compile: Callable[[Bucket], None] | None = None,
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
         prefix_groups: str = "auto",
+        deterministic: bool = False,
         place: Placement = ONE_DEVICE,
     ) -> None:
         native.prepare(implementation)
@@ -108,6 +120,7 @@ class JaxRunner:
         self.block_size = self.layout.block_size
         self.vocab_size: int | None = model.vocab_size
         self.buckets = buckets or Buckets(config)
+        self.deterministic = deterministic
         self._parts = tuple(place.layout(layout) for layout in self.layouts)
         self.pools: tuple[KVPool, ...] = self._new_pools()
         self._compiling = CompileClock()
@@ -125,10 +138,11 @@ class JaxRunner:
             "chunk_tokens": decode_chunk_tokens(),
         }
         self._pack: Callable[..., StepBatch] = functools.partial(
-            pack, table_width=self._table_width, **shapes
+            pack, table_width=self._table_width, apart=deterministic, **shapes
         )
+        mode = "off" if deterministic else prefix_groups
         self._shared: Callable[..., tuple[SharedPrefix, ...]] = functools.partial(
-            shared_prefixes, mode=prefix_groups, device=device_class(), **shapes
+            shared_prefixes, mode=mode, device=device_class(), **shapes
         )
 
         def run_decoder(
@@ -252,8 +266,38 @@ class JaxRunner:
         copy_s = copied - started - compiling.seconds
         if not plan.rows:
             return StepResult([], [], copied - started, copy_s=copy_s, compile_s=compiling.seconds)
-        bucket = self.buckets.smallest(plan)
         shared = self._shared(plan)
+        shared_s = time.perf_counter() - copied
+        if self.deterministic:
+            slices = cut(plan, SLICE_TOKENS)
+            scored = wants_scores(seq for row in plan.rows for seq in row.samples)
+            parts = [self._compute(one.plan, SLICE, (), scored) for one in slices]
+            prompt = join_scores(zip(slices, (part.prompt for part in parts), strict=True))
+        else:
+            parts = [self._compute(plan, self.buckets.smallest(plan), shared, None)]
+            prompt = parts[0].prompt
+        asked = [part.asked for part in parts]
+        return StepResult(
+            [token for one in asked for token in one.tokens],
+            [x for one in asked for x in one.logprobs],
+            time.perf_counter() - started,
+            pack_s=shared_s + sum(part.pack_s for part in parts),
+            dispatch_s=sum(part.dispatch_s for part in parts),
+            copy_s=copy_s,
+            compile_s=compiling.seconds,
+            ranks=[rank for one in asked for rank in one.ranks],
+            top_ids=_stacked([one.top_ids for one in asked]),
+            top_logprobs=_stacked([one.top_logprobs for one in asked]),
+            prompt=prompt,
+            shared=shared,
+        )
+
+    def _compute(
+        self, plan: StepPlan, bucket: Bucket, shared: tuple[SharedPrefix, ...], scored: bool | None
+    ) -> _Computed:
+        """One call of a program, and what its samples' requests ask for."""
+        compiling = self._compiling
+        began = time.perf_counter()
         batch = self._pack(plan, bucket, shared=shared)
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())
@@ -263,23 +307,17 @@ class JaxRunner:
         dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
         asked = answer_asked(
-            samples, out.tokens, out.logits, batch.sampling, self._max_model_len, compiling, self._asked
+            samples,
+            out.tokens,
+            out.logits,
+            batch.sampling,
+            self._max_model_len,
+            compiling,
+            self._asked,
+            scored,
         )
         prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
-        return StepResult(
-            asked.tokens,
-            asked.logprobs,
-            time.perf_counter() - started,
-            pack_s=packed - copied,
-            dispatch_s=dispatch_s,
-            copy_s=copy_s,
-            compile_s=compiling.seconds,
-            ranks=asked.ranks,
-            top_ids=asked.top_ids,
-            top_logprobs=asked.top_logprobs,
-            prompt=prompt,
-            shared=shared,
-        )
+        return _Computed(asked, prompt, packed - began, dispatch_s)
 
     @own_settings()
     def recover(self) -> bool:
@@ -327,10 +365,15 @@ class JaxRunner:
         if self._channel is not None:
             self._channel.tell(("warm copies",))
         self.pools = self.copies.warm_up(self.pools)
-        for bucket in self.buckets.ladder if buckets is None else buckets:
+        for bucket in self.programs if buckets is None else buckets:
             self._dispatch(bucket, self._pack(empty, bucket))
             if on_done is not None:
                 on_done(bucket)
+
+    @property
+    def programs(self) -> tuple[Bucket, ...]:
+        """The shapes that steps are computed in."""
+        return (SLICE,) if self.deterministic else self.buckets.ladder
 
     @own_settings()
     def step_args(
@@ -397,6 +440,12 @@ def check_same_shapes(ours: dict[str, Any], theirs: Any) -> None:
                 f"weights {name}: given {got}, this model has {wanted}; weights are changed for others of the same "
                 "shapes and dtypes, for another model build another LLM"
             )
+
+
+def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    """The rows of all of them; None where there are none."""
+    some = [part for part in parts if part is not None]
+    return np.concatenate(some) if some else None
 
 
 def _in_place_of(old: Array, new: Array) -> Array:

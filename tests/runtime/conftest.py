@@ -137,6 +137,9 @@ def make_engine(_runners) -> Callable[..., Engine]:
         poison: bool = False,
         full_ladder: bool = False,
         quick: bool = True,
+        deterministic: bool = False,
+        implementation: str | None = None,
+        dtype: str = "float32",
         **options: Any,
     ) -> Engine:
         config, params = model
@@ -147,10 +150,10 @@ def make_engine(_runners) -> Callable[..., Engine]:
             options["groups"] = [
                 KVGroup(n, g.window) for g, n in zip(config.layer_groups, group_blocks, strict=True)
             ]
-        layouts = tuple(pool_layout(config, n, block_size, num_layers=l) for l, n in layers)
+        layouts = tuple(pool_layout(config, n, block_size, dtype, num_layers=l) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
-        key = (config, layouts, buckets.ladder, max_model_len, quick)
+        key = (config, layouts, buckets.ladder, max_model_len, quick, deterministic, implementation)
         if key not in _runners:
             _runners[key] = TestRunner(
                 config,
@@ -160,6 +163,8 @@ def make_engine(_runners) -> Callable[..., Engine]:
                 max_model_len=max_model_len,
                 buckets=buckets,
                 host_blocks=HOST_BLOCKS,
+                deterministic=deterministic,
+                implementation=implementation,
             )
             if quick:
                 compile_quickly(_runners[key])

@@ -13,6 +13,7 @@ import numpy as np
 from pagedjax.cache import CacheEvent
 from pagedjax.config import SchedulerConfig
 from pagedjax.sim.fleet.books import FleetRecord, FleetResult, Refusal
+from pagedjax.sim.fleet.dispatch import Dispatch
 from pagedjax.sim.fleet.member import Job, Member, OnPlan, predictor
 from pagedjax.sim.fleet.moves import Moves
 from pagedjax.sim.fleet.observer import FleetObserver
@@ -26,7 +27,7 @@ from pagedjax.sim.fleet.settings import (
     require,
 )
 from pagedjax.sim.metrics import RequestRecord
-from pagedjax.sim.routing import Choice, Knowledge, Prompt, Router, Sent, View
+from pagedjax.sim.routing import Knowledge, Prompt, Router
 from pagedjax.sim.tokens import Prompts, own_token
 from pagedjax.sim.trace import Trace, TraceRequest
 
@@ -60,7 +61,6 @@ class Fleet:
         observer: FleetObserver | None,
     ) -> None:
         self.observer = observer
-        self.router = router
         self.knowledge = knowledge
         self.result = FleetResult()
         self.moves = Moves(links, store, self._resume, self._queue, log_rates=log_rates, observer=observer)
@@ -68,15 +68,15 @@ class Fleet:
         self._predictors: dict[
             tuple[int, SchedulerConfig], Callable[[int, int], float]
         ] = {}  # one a kind of instance
-        self.decode_router = decode_router
+        self._dispatch = Dispatch(
+            self.members, self.moves, router, decode_router, knowledge, promise, seed, observer
+        )
         self._delay_s = delay_s
-        self._promise = promise
         self._arrivals = arrivals
         self._until_s = until_s
         self._skip = skip and not hash_plans
         self._hash_plans = hash_plans
         self._on_plan = on_plan
-        self._rng = np.random.default_rng([seed, 0xF1EE7])
         self._prompts = Prompts(trace)
         self._identified = trace.granularity > 0
         self._coming: Iterator[tuple[int, TraceRequest]] = iter(enumerate(trace))
@@ -104,7 +104,7 @@ class Fleet:
             self._pull(0.0)
         else:
             many = self._arrivals.concurrency * (
-                len(self._workers()) if self._arrivals.kind == "instance" else 1
+                len(self._dispatch.offered()) if self._arrivals.kind == "instance" else 1
             )
             for _ in range(many):
                 self._at(0.0, _CHANGE, self._arrive_in_loop)
@@ -207,99 +207,19 @@ class Fleet:
 
     # ------------------------------------------------------------------- routing
 
-    def _workers(self, role: str = "") -> list[Member]:
-        wanted = (role,) if role else ("mixed", "prefill")
-        return [m for m in self.members.values() if m.accepting and m.spec.role in wanted]
-
-    def _view(self, members: Sequence[Member]) -> View:
-        def forecast(prompt, worker, now, fetch):  # type: ignore[no-untyped-def]
-            return self.moves.forecast(self.members, view, prompt, worker, now, fetch)
-
-        view = View([m.worker for m in members], self.knowledge, self._rng, forecast)
-        return view
-
     def _route(self, job: Job, now: float) -> None:
         """Choose who computes a request, and send it there or refuse it."""
-        members = self._workers()
-        if not members:
-            if self._joins_left:
-                self._stranded.append(job)
-            else:
-                self._refuse(job, now, "no instance")
+        if self._joins_left and not self._dispatch.offered():
+            self._stranded.append(job)
             return
-        self.knowledge.age(now)
-        view = self._view(members)
-        choice = self.router.choose(job.prompt, view, now)
-        member = self.members[choice.worker.number]
-        require(
-            member in members, f"router {type(self.router).__name__}: chose {member.spec.name}, not offered"
-        )
-        decoder: Member | None = None
-        if member.spec.role == "prefill" and job.request.num_output > 1:
-            decoder = self._decoder(job, now)
-            if decoder is None:
-                self._refuse(job, now, "no instance")
-                return
-        reason = self._objection(job, member, decoder, view, now)
+        reason, decoder = self._dispatch.send(job, now)
         if reason:
             self._refuse(job, now, reason)
             return
-        job.member, job.decoder, job.lives = member, None, job.lives + 1
-        job.reason = choice.reason
-        self._send(job, choice, view, now)
-        if self.observer is not None:
-            self.observer.routed(job.number, member.number, job.reason, job.expected, now)
         if decoder is not None and self.moves.links.handover == "layers":
-            self._engage(job, decoder, now)
+            self._dispatch.engage(job, decoder, now)
         if not self.moves.fetch(job, now):
             self._resume(job, now)
-
-    def _decoder(self, job: Job, now: float) -> Member | None:
-        members = self._workers("decode")
-        if not members:
-            return None
-        view = self._view(members)
-        return self.members[self.decode_router.choose(job.prompt, view, now).worker.number]
-
-    def _objection(self, job: Job, member: Member, decoder: Member | None, view: View, now: float) -> str:
-        """Why a request is refused before it is sent; "" where it is not."""
-        tokens = job.request.num_input
-        # A decoder gets the first token as a part of the prompt.
-        if not member.fits(job, tokens) or not (decoder is None or decoder.fits(job, tokens + 1)):
-            return "too long"
-        promise = self._promise
-        if promise.reject:
-            if view.forecast(job.prompt, member.worker, now).ttft_s > promise.ttft_s:
-                return "ttft"
-            if (decoder or member).tbt_s(tokens) > promise.tbt_s:
-                return "tbt"
-        return ""
-
-    def _send(self, job: Job, choice: Choice, view: View, now: float) -> None:
-        """Write the router's book."""
-        prompt, worker = job.prompt, choice.worker
-        matched = min(view.matched(prompt, worker), prompt.num_tokens - 1)
-        job.expected = matched if self.knowledge.informs else None
-        self.router.sent(prompt, worker, view, now)
-        if self.knowledge.informs:
-            self.knowledge.sent(prompt.digests(worker.block_size), worker.number, now)
-        worker.send(Sent(prompt, prompt.num_tokens - matched), now)
-        member = self.members[worker.number]
-        member.totals.routed += 1
-        member.totals.peak_queue = max(member.totals.peak_queue, len(worker.unstarted))
-        member.jobs[job.number] = job
-
-    def _engage(self, job: Job, decoder: Member, now: float) -> None:
-        """A decoder is chosen: from here on the request would be lost with it."""
-        job.decoder = decoder
-        decoder.jobs[job.number] = job
-        decoder.totals.routed += 1
-        if self.observer is not None:
-            self.observer.engaged(job.number, decoder.number, now)
-        prompt = job.prompt
-        self.decode_router.sent(prompt, decoder.worker, self._view([decoder]), now)
-        decoder.worker.send(Sent(prompt, 0), now)
-        self.moves.begin_hand_over(job)
 
     def _resume(self, job: Job, now: float) -> None:
         """All that was on its way to an instance is there: queue the request in its engine."""
@@ -367,7 +287,7 @@ class Fleet:
                 self.moves.settle(job)
                 member.worker.start(job.number, now)
                 if member is job.member:
-                    self.router.started(job.prompt, member.worker, now)
+                    self._dispatch.router.started(job.prompt, member.worker, now)
         for job, life, record in ended:
             if job.lives == life and job.number in member.jobs:
                 self._ended(member, job, record, now)
@@ -388,23 +308,23 @@ class Fleet:
     def _ended(self, member: Member, job: Job, record: RequestRecord, now: float) -> None:
         if member is job.member and member.spec.role == "prefill" and job.request.num_output > 1:
             job.first = record
-            self._leave_router(job, now)
+            self._dispatch.left(job, now)
             if job.decoder is None:
-                decoder = self._decoder(job, now)
+                decoder = self._dispatch.decoder(job, now)
                 if decoder is None:
                     del member.jobs[job.number]
                     self._refuse(job, now, "no instance")
                     return
-                self._engage(job, decoder, now)
+                self._dispatch.engage(job, decoder, now)
             self.moves.hand_over(job, now)
             return
         if job.first is None:
-            self._leave_router(job, now)
+            self._dispatch.left(job, now)
             times = record
         else:
             first = job.first
             member.worker.end(job.number, now)
-            self.decode_router.ended(job.prompt, member.worker, now)
+            self._dispatch.decode_router.ended(job.prompt, member.worker, now)
             times = replace(
                 first,
                 finished_s=record.finished_s,
@@ -427,12 +347,6 @@ class Fleet:
             )
         )
         self._leaves(now)
-
-    def _leave_router(self, job: Job, now: float) -> None:
-        assert job.member is not None
-        worker = job.member.worker
-        worker.end(job.number, now)
-        self.router.ended(job.prompt, worker, now)
 
     def _forget(self, job: Job) -> None:
         for place in (job.member, job.decoder):
@@ -500,7 +414,8 @@ class Fleet:
         lost = [member.jobs[number] for number in sorted(member.jobs)]
         for job in lost:
             self.moves.cancel(job, now)
-            for place, router in ((job.member, self.router), (job.decoder, self.decode_router)):
+            dispatch = self._dispatch
+            for place, router in ((job.member, dispatch.router), (job.decoder, dispatch.decode_router)):
                 if place is not None and job.number in place.worker.sent:
                     place.worker.end(job.number, now)
                     router.ended(job.prompt, place.worker, now)

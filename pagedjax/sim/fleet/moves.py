@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pagedjax.cache import CacheEvent
@@ -299,7 +299,13 @@ class Moves:
         return best, places[:kept]
 
     def forecast(
-        self, members: dict[int, Member], view: View, prompt: Prompt, worker: Worker, now: float, fetch: bool
+        self,
+        members: Mapping[int, Member],
+        view: View,
+        prompt: Prompt,
+        worker: Worker,
+        now: float,
+        fetch: bool,
     ) -> Forecast:
         """As `View.forecast`, with what the store could bring."""
         matched = min(view.matched(prompt, worker), prompt.num_tokens - 1)

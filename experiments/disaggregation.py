@@ -77,6 +77,7 @@ def _plot(rows: list[TableRow], figure: Any) -> None:
         curves(
             axes,
             [mean_curve((r for r in own if r["wire"] == w), "prefill", column, w) for w in wires],
+            style={wire: number for number, wire in enumerate(wires)},
             dodge=1.03,
         )
         if column != "goodput_share":

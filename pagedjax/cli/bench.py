@@ -215,7 +215,10 @@ def kernels(common: Common, rounds: int) -> None:
 @FILE
 @click.option("--config", metavar="FILE", help="TOML file of a fleet, or the name of one in configs/fleets/.")
 @click.option(
-    "--router", "routers", multiple=True, help="Repeatable.  [default: round-robin, cache-aware, kv-overlap]"
+    "--router",
+    "routers",
+    multiple=True,
+    help="Repeatable; all: every built-in one.  [default: round-robin, cache-aware, kv-overlap]",
 )
 @click.option(
     "--minutes", type=float, default=15.0, show_default=True, help="Of the trace's time, from its start."
@@ -242,6 +245,7 @@ def fleet(
 
     from pagedjax.bench import fleet as bench
     from pagedjax.sim.fleet.file import read_fleet
+    from pagedjax.sim.routing import ROUTERS
     from pagedjax.sim.trace import open_trace
 
     own = ("instance.count=8", "instance.devices=4", "instance.cache.block_size=512", "arrivals.scale=8")
@@ -250,7 +254,9 @@ def fleet(
     count = sum(1 for _ in takewhile(lambda request: request.arrival_s < 60 * minutes, trace))
     if not count:
         raise click.UsageError(f"{file}: holds no request in its first {minutes:g} minutes; give more")
-    chosen = routers or ("round-robin", "cache-aware", "kv-overlap")
+    chosen = list(routers or ("round-robin", "cache-aware", "kv-overlap"))
+    if "all" in chosen:
+        chosen = [*ROUTERS, *(name for name in chosen if name not in ROUTERS and name != "all")]
     rows = bench.run(
         trace.head(count), plan.specs(), plan.arguments(), chosen, rounds=rounds, note=common.note
     )

@@ -221,17 +221,24 @@ def _search(
             "tpot_s": None if serving.tpot == math.inf else serving.tpot,
             "share": share,
         },
-        "keeps": "none" if not found.factor else "all" if found.factor == math.inf else "some",
-        "rate": found.factor * total / last if 0 < found.factor < math.inf else None,
-        "factor": found.factor if 0 < found.factor < math.inf else None,
+        "keeps": "none" if not found.factor else "all" if found.bound == "most" else "some",
+        "bound": found.bound or None,
+        "rate": found.factor * total / last or None,
+        "factor": found.factor or None,
         "tried": [{"rate": f * total / last, "kept": kept} for f, kept in found.tried],
     }
 
 
 def _show_rate(out: dict[str, Any]) -> None:
-    if out["keeps"] == "some":
+    tried = [t["rate"] for t in out["tried"]]
+    bounds = {
+        "least": "2^-10 times the trace's rate, where the search ends",
+        "most": "2^10 times the trace's rate, where the search ends: faster arrivals were not tried",
+        "runs": f"{len(tried)} runs, where the search ends: others were not tried",
+    }
+    if out["rate"]:
         print(f"{out['rate']:.4g} requests/s ({out['factor']:.4g} times the trace's) keep the promise")
-    elif out["keeps"] == "all":
-        print("every rate keeps the promise, even all requests at once")
     else:
-        print("no rate keeps the promise: a request alone misses it")
+        print(f"no rate tried keeps the promise, down to {min(tried):.4g} requests/s")
+    if out["bound"]:
+        print(f"bound             {out['bound']}: {bounds[out['bound']]}")

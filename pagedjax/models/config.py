@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from pagedjax.models.checks import ModelError as ModelError
@@ -270,7 +271,7 @@ class ModelConfig:
             return 0
         return self._expert_layers * self.experts.num_experts * 3 * self.d_model * self.experts.d_expert
 
-    @property
+    @cached_property  # the simulator asks in every step
     def _expert_layers(self) -> int:
         return sum(self.has_experts(layer) for layer in range(self.num_layers))
 

@@ -17,8 +17,8 @@ from pagedjax.cli import main
 from pagedjax.config import SchedulerConfig
 from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec
-from pagedjax.sim.metrics import Tally
-from pagedjax.sim.rates import find_rate
+from pagedjax.sim.metrics import RequestRecord, Tally
+from pagedjax.sim.rates import FoundRate, find_rate
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import Arrivals, chat, target_sharing
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace, write_trace
@@ -167,8 +167,27 @@ def test_found_rates_are_those_of_a_fine_scan() -> None:
     assert best / found.factor == pytest.approx(1, abs=0.02)
     impossible = find_rate(run, 24, ttft_limit_s=1e-6, tpot_limit_s=1e-6)
     assert impossible.factor == 0.0 and not any(kept for _, kept in impossible.tried)
+    assert impossible.bound == "least" and min(factor for factor, _ in impossible.tried) == 2.0**-10
     with pytest.raises(ValueError, match="must have both limits"):
         find_rate(run, 24, ttft_limit_s=math.inf, tpot_limit_s=math.inf)
+
+
+def test_a_search_of_rates_ends_at_its_bounds() -> None:
+    kept = RequestRecord(0.0, 0.0, 1.0, 2.0, 1, 2, None, 0, "length")
+    asked: list[float] = []
+
+    def run(factor: float, watch: Any) -> Any:  # breaks at 2, by a chance of arrivals, and nowhere else
+        asked.append(factor)
+        if factor != 2.0:
+            watch(kept)
+
+    limits = dict(ttft_limit_s=9.0, tpot_limit_s=9.0)
+    assert (found := find_rate(run, 1, **limits)).bound == "runs" and len(found.tried) == 100
+    assert found.factor == max(f for f, kept in found.tried if kept) > 2
+    assert find_rate(run, 1, most=2.05, **limits).bound == "most" and max(asked[100:]) <= 2.05
+    assert find_rate(run, 1, most=1.5, **limits) == FoundRate(1.5, "most", [(1.0, True), (1.5, True)])
+    with pytest.raises(ValueError, match=r"most=0\.5, runs=100: must be factors around 1"):
+        find_rate(run, 1, most=0.5, **limits)
 
 
 def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +207,10 @@ def test_find_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["keeps"] == "some" and {True, False} == {t["kept"] for t in found["tried"]}
     at = _run(capsys, path, "--rate-scale", found["factor"], *promise)
     assert at["good_share"] >= 0.9
-    assert _run(capsys, path, "--find-rate", "--ttft", "1e9", *promise[4:])["keeps"] == "all"
+    every = _run(capsys, path, "--find-rate", "--ttft", "1e9", *promise[4:])
+    assert every["keeps"] == "all" and every["bound"] == "most" and every["factor"] == 1024
+    assert main(["simulate", str(path), "--find-rate", "--ttft", "1e9", *promise[4:], "-q"]) == 0
+    assert "bound             most: 2^10 times the trace's rate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

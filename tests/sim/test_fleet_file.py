@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from pagedjax.cli import main
+from pagedjax.sim import routing
 from pagedjax.sim.fleet import run_fleet
 from pagedjax.sim.fleet.file import InstanceTable, read_fleet
+from pagedjax.sim.routing import ROUTERS
 from pagedjax.sim.synth import chat
 from pagedjax.sim.trace import write_trace
 
@@ -209,14 +211,17 @@ def test_bad_commands_end_in_one_line(trace_file: Path, capsys, arguments: list[
     assert {path.read_text() for path in older} == {"older"}
 
 
-def test_bench_says_what_a_fleet_costs_beside_its_instances(trace_file: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_bench_says_what_a_fleet_costs_beside_its_instances(trace_file: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(routing, "ROUTERS", {name: ROUTERS[name] for name in ("session", "mooncake")})
     arguments = [
         "--minutes",
         "60",
         "--rounds",
         "1",
         "--router",
-        "session",
+        "all",
+        "--router",
+        "random",
         "--set",
         "instance.count=2",
         "--json",
@@ -224,5 +229,9 @@ def test_bench_says_what_a_fleet_costs_beside_its_instances(trace_file: Path, ca
     assert (
         main(["bench", "fleet", str(trace_file), *arguments, "--set", "instance.cache.num_blocks=300"]) == 0
     )
-    (row,) = json.loads(capsys.readouterr().out)["tables"]["fleet"]
-    assert row["requests"] > 10 and row["ratio"] == row["fleet s"] / row["instances alone s"]
+    rows = json.loads(capsys.readouterr().out)["tables"]["fleet"]
+    assert [row["router"] for row in rows] == ["session", "mooncake", "random"]
+    for row in rows:
+        assert row["requests"] > 10 and row["ratio"] == row["fleet s"] / row["instances alone s"]
+        held = [row[f"MB at {place}"] for place in ("1/4", "1/2", "whole")]
+        assert min(held) > 0.1 and max(held) < 2 * min(held) and row["by the wall"] > 0

@@ -9,7 +9,7 @@ import numpy as np
 from pagedjax.sim.fleet.member import Job, Member
 from pagedjax.sim.fleet.moves import Moves
 from pagedjax.sim.fleet.observer import FleetObserver
-from pagedjax.sim.fleet.settings import Promise, require
+from pagedjax.sim.fleet.settings import Promise
 from pagedjax.sim.routing import Choice, Knowledge, Router, Sent, View
 
 
@@ -53,10 +53,14 @@ class Dispatch:
         return [m for m in self._members.values() if m.accepting and m.spec.role in wanted]
 
     def _view(self, members: Sequence[Member]) -> View:
+        workers = [m.worker for m in members]
+        if self._moves.store is None:
+            return View(workers, self._knowledge, self._rng)
+
         def forecast(prompt, worker, now, fetch):  # type: ignore[no-untyped-def]
             return self._moves.forecast(self._members, view, prompt, worker, now, fetch)
 
-        view = View([m.worker for m in members], self._knowledge, self._rng, forecast)
+        view = View(workers, self._knowledge, self._rng, forecast)
         return view
 
     def send(self, job: Job, now: float) -> tuple[str, Member | None]:
@@ -72,9 +76,8 @@ class Dispatch:
         view = self._view(members)
         choice = self.router.choose(job.prompt, view, now)
         member = self._members[choice.worker.number]
-        require(
-            member in members, f"router {type(self.router).__name__}: chose {member.spec.name}, not offered"
-        )
+        if member not in members:
+            raise ValueError(f"router {type(self.router).__name__}: chose {member.spec.name}, not offered")
         decoder: Member | None = None
         if member.spec.role == "prefill" and job.request.num_output > 1:
             decoder = self.decoder(job, now)

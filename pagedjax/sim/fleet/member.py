@@ -155,9 +155,13 @@ class Member:
             for row in plan.rows:
                 if not (row.samples and row.seq.num_output_tokens):
                     self.fed.append((int(row.seq.request.request_id), row.start, row.num_tokens))
-        self.totals.computed_tokens += plan.num_tokens
+        tokens = samples = 0
+        for _, _, count, drawn in plan.rows:
+            tokens += count
+            samples += len(drawn)
+        self.totals.computed_tokens += tokens
         # One sample a row: those that did not bring a first token brought a later one.
-        self._gaps.add(elapsed, plan.num_samples - len(self.run.started))
+        self._gaps.add(elapsed, samples - len(self.run.started))
         if self._on_plan is not None:
             self._on_plan(self.number, plan)
 

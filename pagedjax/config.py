@@ -242,6 +242,8 @@ class RuntimeConfig:
         deterministic: Every token is computed by one program of one shape, whatever else is in the step: a request's
             logits are the same to the last bit cold or warm, alone or in any batch, whole or in chunks, after
             preemption, at any block size (docs/deterministic.md, which also says what it costs).
+        kernel_tuning: TOML file of sizes of the kernels' pieces, before those that come with the package
+            (docs/kernels.md, "Tuning"); `pagedjax bench kernels --tune` writes one. "" is the package's alone.
         tensor_parallel: Devices that work each step together, each with its own heads, part of the MLP and tokens of
             the vocabulary (docs/devices.md). The model's heads must be dealt out evenly.
     """
@@ -252,6 +254,7 @@ class RuntimeConfig:
     checked: bool = False
     prefix_groups: str = "auto"
     deterministic: bool = False
+    kernel_tuning: str = ""
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:

@@ -81,7 +81,9 @@ class LLM:
         from pagedjax.runtime.hosts import join
         from pagedjax.runtime.mesh import check_devices
         from pagedjax.runtime.settings import own_settings
+        from pagedjax.runtime.tuning import read_tuning
 
+        self._tuning = read_tuning(config.runtime.kernel_tuning)
         self._channel = None if hosts is None else join(hosts, config.digest())
         _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
         check_devices(config.runtime.tensor_parallel)
@@ -142,6 +144,7 @@ class LLM:
             writable=self.manager.writable if config.runtime.checked else None,
             prefix_groups=config.runtime.prefix_groups,
             deterministic=config.runtime.deterministic,
+            tuning=self._tuning,
             place=place,
         )
         if self._channel is not None and self._channel.hosts.index == 0:

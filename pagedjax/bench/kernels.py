@@ -29,6 +29,7 @@ from pagedjax.kernels import (
     paged_attention,
     plan_ragged,
 )
+from pagedjax.kernels.layout import device_class
 
 Progress = Callable[[str], None]
 Call = Callable[[], Any]
@@ -144,7 +145,7 @@ def _measure(
     tell(f"{shape.heads[0]}q/{shape.heads[1]}kv/{shape.head_dim}, batch {shape.batch} × {shape.context}, "
          f"blocks of {', '.join(map(str, sizes))}")  # fmt: skip
     calls = _candidates(shape, sizes, dtype, others, platform, tell)
-    best = _best(calls, rounds, _CALLS_A_ROUND[platform])
+    best = best_of(calls, rounds)
     num_bytes = shape.kv_floats * jnp.dtype(dtype).itemsize
     # A copy reads and writes its bytes.
     copy_gb_per_s = 2 * num_bytes / best.pop((None, "copy")) / 1e9
@@ -221,10 +222,8 @@ def _candidates(
 ) -> dict[Key, Call]:
     """Everything to time for a shape, compiled and checked against each other; every block size has the same keys."""
     (N, K), H = shape.heads, shape.head_dim
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (shape.batch, N, H), jnp.dtype(dtype))
-    rows = jax.random.normal(keys[1], (shape.batch, shape.context, 2 * K * H), jnp.dtype(dtype))
-    rows = rows.at[:, : shape.shared].set(rows[0, : shape.shared])
+    q = jax.random.normal(jax.random.key(0), (shape.batch, N, H), jnp.dtype(dtype))
+    rows = make_rows(shape, dtype)
     kv = rows.reshape(shape.batch, -1, 2, K, H).transpose(2, 0, 3, 1, 4)
     # Two arrays: cut from one inside the program they would be copied.
     calls: dict[Key, Call] = {
@@ -238,10 +237,15 @@ def _candidates(
     return calls
 
 
-def _paged(
-    case: Case, q: jax.Array, rows: jax.Array, others: bool, platform: str, tell: Progress
-) -> dict[str, Call]:
-    """What reads rows f[S, context, 2*K*H] out of blocks."""
+def make_rows(case: Case, dtype: str) -> jax.Array:
+    """Keys and values f[S, context, 2*K*H] of a case, those of the shared prefix equal."""
+    shape = (case.batch, case.context, 2 * case.heads[1] * case.head_dim)
+    rows = jax.random.normal(jax.random.key(1), shape, jnp.dtype(dtype))
+    return rows.at[:, : case.shared].set(rows[0, : case.shared])
+
+
+def paged_pool(case: Case, rows: jax.Array) -> tuple[KVPool, np.ndarray]:
+    """A pool with such rows in blocks that lie anywhere, and its tables i32[S, M]."""
     (_, K), H, B = case.heads, case.head_dim, case.block_size
     prefix, width = case.shared // B, -(-case.context // B)
     num_blocks = 1 + prefix + case.batch * (width - prefix)
@@ -252,6 +256,16 @@ def _paged(
     padded = jnp.pad(rows, ((0, 0), (0, width * B - case.context), (0, layout.width - 2 * K * H)))
     blocks = padded.reshape(case.batch, width, B, layout.width)
     pool = KVPool(jnp.zeros(layout.shape, rows.dtype).at[tables].set(blocks), layout)
+    return pool, tables
+
+
+def _paged(
+    case: Case, q: jax.Array, rows: jax.Array, others: bool, platform: str, tell: Progress
+) -> dict[str, Call]:
+    """What reads rows f[S, context, 2*K*H] out of blocks."""
+    H, B = case.head_dim, case.block_size
+    pool, tables = paged_pool(case, rows)
+    width = tables.shape[1]
 
     def plan(max_groups: int = 0, room: int = 0) -> RaggedBatch:
         ragged = plan_ragged(
@@ -332,8 +346,9 @@ def _gather_all(q: jax.Array, pool: KVPool, tables: jax.Array, context: int) -> 
     return jnp.einsum("skgt,stkh->skgh", weights.astype(kv.dtype), kv[:, :, 1]).reshape(q.shape)
 
 
-def _best(calls: dict[Key, Call], rounds: int, calls_a_round: int) -> dict[Key, float]:
+def best_of(calls: dict[Key, Call], rounds: int) -> dict[Key, float]:
     """Seconds a call in each one's fastest round, rounds interleaved."""
+    calls_a_round = _CALLS_A_ROUND[device_class()]
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for key, call in calls.items():

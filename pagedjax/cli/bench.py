@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
 from pagedjax.cli.trace_options import FILE
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, replace_text
 
 _COUNT = click.IntRange(min=1)
 # One request at a time and a host to swap it to; what was dropped must not come back from the prefix cache.
@@ -199,14 +200,25 @@ def cache(common: Common, large: bool) -> None:
 @click.option(
     "--rounds", type=_COUNT, default=15, show_default=True, help="Times each candidate runs; the best counts."
 )
+@click.option(
+    "--tune",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Instead, time sizes of the kernels' pieces and write the quickest to this file, for runtime.kernel_tuning.",
+)
 @common_options(settings=(), cache_dir=False)
-def kernels(common: Common, rounds: int) -> None:
+def kernels(common: Common, rounds: int, tune: Path | None) -> None:
     """Decode attention of one layer beside a dense cache, a gather of everything, and a copy; what was claimed of it.
 
     On a machine with a GPU or TPU the same command measures its kernel beside jax's own and torch's dense attention.
     """
     from pagedjax.bench import kernels as bench
 
+    if tune is not None:
+        from pagedjax.bench import tune as tuning
+
+        text, rows = tuning.run(rounds=rounds, progress=common.note)
+        replace_text(tune, text)
+        return _show(common, {"tune": rows})
     rows = bench.run(rounds=rounds, progress=common.note)
     _show(common, {"kernels": rows, "claims": bench.claims(rows)})
 

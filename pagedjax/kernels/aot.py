@@ -29,6 +29,7 @@ from pagedjax.kernels.api import paged_attention
 from pagedjax.kernels.blocks import write_kv
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch
 from pagedjax.kernels.plan import plan_ragged
+from pagedjax.kernels.tuning import PACKAGED, Tuning
 
 
 @dataclass(frozen=True)
@@ -539,6 +540,7 @@ def attention_step(
     prefill_tokens: int = 0,
     context_tokens: int = 4096,
     max_groups: int = 0,
+    tuning: Tuning = PACKAGED,
     **params: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of one layer, keys written and attended, with its arguments' shapes: for `compile`.
@@ -549,6 +551,7 @@ def attention_step(
         prefill_tokens: Tokens of one further row; 0 leaves it out.
         context_tokens: Longest context, which sets the table's width.
         max_groups: Shared prefixes that the step has room for.
+        tuning: Sizes of kernels' pieces, before those of the package.
         **params: Of `paged_attention`, window and soft_cap for instance.
 
     Returns:
@@ -557,7 +560,7 @@ def attention_step(
     T = num_decodes + prefill_tokens
     S = num_decodes + (prefill_tokens > 0)
     windows = (params.get("window"),)
-    ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, windows, max_groups)
+    ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, windows, max_groups, tuning)
     K, H = layout.num_kv_heads, layout.head_dim
     dtype = jnp.dtype(layout.dtype)
     pool = KVPool(jax.ShapeDtypeStruct(layout.shape, dtype), layout)  # type: ignore[arg-type]
@@ -579,6 +582,7 @@ def abstract_batch(
     context_tokens: int,
     windows: tuple[int | None, ...] = (None,),
     max_groups: int = 0,
+    tuning: Tuning = PACKAGED,
 ) -> RaggedBatch:
     """A ragged batch of these buckets without rows; its shapes are those of any step in them."""
     width = -(-context_tokens // block_size)
@@ -592,4 +596,5 @@ def abstract_batch(
         decode_bucket=Sd,
         windows=windows,
         max_groups=max_groups,
+        tuning=tuning,
     )

@@ -11,8 +11,16 @@ import numpy as np
 
 from pagedjax.cache.plugins import Plugins
 from pagedjax.kernels import doors, native, pallas_mma, pallas_mosaic, pallas_tpu, xla
-from pagedjax.kernels.layout import KVPool, RaggedBatch, compute_capability, device_class, known_layer
-from pagedjax.kernels.plan import CHUNK_TOKENS
+from pagedjax.kernels.layout import (
+    KVLayout,
+    KVPool,
+    RaggedBatch,
+    compute_capability,
+    device_class,
+    device_kind,
+    known_layer,
+)
+from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas_tpu": pallas_tpu.attend,
@@ -126,9 +134,11 @@ def paged_attention(
     raise NotImplementedError("; ".join(refusals))
 
 
-def decode_chunk_tokens() -> int:
-    """Keys per decode item on the device that is traced for: on CPU short ones, as rows are few and cores too."""
-    return CHUNK_TOKENS // 2 if device_class() == "cpu" else CHUNK_TOKENS
+def plan_sizes(layout: KVLayout, num_heads: int, tuning: Tuning = PACKAGED) -> dict[str, int]:
+    """`chunk_tokens` and `tile_queries` of a plan on the device that is traced for, by the tuning table."""
+    heads = heads_of(num_heads, layout.num_kv_heads, layout.head_dim)
+    call = {"device": device_kind(), "heads": heads, "dtype": layout.dtype, "block_size": layout.block_size}
+    return tuning.sizes("plan", **call)
 
 
 def _order(implementation: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ bound by memory and not by issue.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -22,12 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedjax.kernels.tuning import PACKAGED, Tuning
+
 # Bundles after a branch that run whether it is taken or not.
 DELAY_SLOTS = 4
 # The public kernel (tpu-inference, ragged paged attention v3) counted in this way on 2026-11-30, libtpu 0.0.52, v5e,
 # bfloat16, blocks of 128: per 256 keys at its own default of 2,048 keys a fetch, and per 32 queries x 256 keys. It is
 # part of a server and no package that this one could count again.
 PUBLIC: dict[tuple[int, int, int], dict[str, int]] = {(32, 8, 128): {"decode": 646, "prefill": 1879}}
+_PREFILL_TOKENS = 512  # of one row: several tiles
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:\w\w)?\s*:\s*(?:>\s*)*\{")
 _BRANCH = re.compile(r"sbr\.rel (\(.*?\) )?target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
@@ -212,13 +216,20 @@ def floor_cycles(num_bytes: int, target: str) -> float:
 
 
 def measure(
-    target: str, heads: tuple[int, int, int], block_size: int, dtype: str, kind: str, dump: Path
+    target: str,
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: str,
+    kind: str,
+    dump: Path,
+    tuning: Tuning = PACKAGED,
 ) -> dict[str, Any]:
     """Compile one kernel of one shape and count; libtpu must have been told to dump into `dump`.
 
     Args:
         kind: "decode", "prefill" (tiles of up to 128 queries), "short" (up to 16 queries) or "shared" (a prefix that 16
             rows share).
+        tuning: Sizes of the kernel's pieces, before those of the package.
     """
     from pagedjax.kernels import aot
     from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, Sizes, Tiling, chip
@@ -226,13 +237,17 @@ def measure(
     for file in dump.glob("*"):
         file.unlink()
     geometry = aot.Geometry(*heads, block_size, dtype)
-    layout, tiling = geometry.layout(), Tiling()
+    layout = geometry.layout()
+    with aot.tracing_for(target):
+        batch = aot.abstract_batch(block_size, 1, 1, 1, block_size, tuning=tuning)
+        tiling = Tiling().filled(batch.sizes("pallas_tpu", layout, heads[0]))
+    step: dict[str, Any] = {"tuning": tuning}
     if kind == "decode":
-        aot.compile_attention(target, geometry)
+        aot.compile_attention(target, geometry, **step)
     elif kind == "shared":
-        aot.compile_attention(target, geometry, num_decodes=SHORT_QUERIES, max_groups=1)
+        aot.compile_attention(target, geometry, num_decodes=SHORT_QUERIES, max_groups=1, **step)
     else:
-        aot.compile_attention(target, geometry, num_decodes=0, prefill_tokens=4 * tiling.tile_queries)
+        aot.compile_attention(target, geometry, num_decodes=0, prefill_tokens=_PREFILL_TOKENS, **step)
     name = {"short": "paged_prefill_short"}.get(kind, f"paged_{kind}")
     listings = [
         file
@@ -246,7 +261,7 @@ def measure(
     queries = {"decode": 1, "short": SHORT_QUERIES, "shared": SHORT_QUERIES}.get(kind, 0)
     if not queries:  # what the kernel chooses for this chip
         with aot.tracing_for(target):
-            queries = Sizes(layout, heads[0], False, tiling, chip()).tile_queries(4 * tiling.tile_queries)
+            queries = Sizes(layout, heads[0], False, tiling, chip()).tile_queries(_PREFILL_TOKENS)
     found = cost(bundles, chunk // block_size, max(1, queries // SHORT_QUERIES))
     chunk_bytes = layout.num_bytes // (layout.num_blocks * block_size) * chunk
     floor = floor_cycles(chunk_bytes, target) * 256 / chunk
@@ -272,7 +287,8 @@ def measure(
 
 def _text(row: dict[str, Any]) -> str:
     text = (
-        "{target} {shape}, {kind}: {bundles} bundles per 256 keys ({work} work, {copies} copies), HBM floor "
+        "{target} {shape}, {kind}, chunks of {chunk_tokens}: {bundles} bundles per 256 keys ({work} work, "
+        "{copies} copies), HBM floor "
         "{hbm_floor_cycles} cycles ({of_floor:.0%} of it); {per_row} per row".format(**row)
     )
     if row["kind"] != "decode":
@@ -297,6 +313,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=("decode", "prefill", "short", "shared"),
         help="Repeatable.  [default: decode]",
     )
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        action="append",
+        help="Keys of a chunk; repeatable.  [default: the tuning table's]",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     shapes = args.heads or [[32, 8, 128], [9, 3, 64]]
@@ -307,8 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         for heads in shapes:
             for block_size in args.block_size or [16, 64, 128]:
-                for kind in args.kind or ["decode"]:
-                    row = measure(args.target, tuple(heads), block_size, args.dtype, kind, Path(folder))
+                for kind, chunk in itertools.product(args.kind or ["decode"], args.chunk_tokens or [None]):
+                    tables = [{"kernel": "pallas_tpu", "chunk_tokens": chunk}] if chunk else []
+                    tuning = Tuning.parse({"sizes": tables}, "--chunk-tokens")
+                    shape = (args.target, tuple(heads), block_size, args.dtype)
+                    row = measure(*shape, kind, Path(folder), tuning)
                     rows.append(row)
                     if not args.json:
                         print(_text(row), flush=True)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.cache.rules import check_block_size
+from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
 LANES = 128
 POOL_DTYPES = ("float32", "bfloat16", "float16")
@@ -194,7 +195,7 @@ class DecodeList:
         "tile_start",
         "num_tiles",
     ],
-    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries", "block_size", "apart"],
+    meta_fields=["decode_bucket", "chunk_tokens", "tile_queries", "block_size", "apart", "tuning"],
 )
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -221,6 +222,7 @@ class RaggedBatch:
         block_size: B of the pool that was planned for. Static.
         apart: No row's result may depend on the others, to the last bit: parts of a row are joined one by one, in their
             order. Static.
+        tuning: The user's own sizes of kernels' pieces, before the package's. Static.
     """
 
     slot_mapping: Any
@@ -238,10 +240,21 @@ class RaggedBatch:
     tile_queries: int
     block_size: int
     apart: bool = False
+    tuning: Tuning = PACKAGED
 
     @property
     def num_tokens_bucket(self) -> int:
         return self.slot_mapping.shape[0]
+
+    def sizes(self, kernel: str, layout: KVLayout, num_heads: int) -> dict[str, int]:
+        """Sizes of a kernel's pieces on the device that is traced for; see `tuning.SIZES`."""
+        return self.tuning.sizes(
+            kernel,
+            device=device_kind(),
+            heads=heads_of(num_heads, layout.num_kv_heads, layout.head_dim),
+            dtype=layout.dtype,
+            block_size=layout.block_size,
+        )
 
     def decode_list(self, window: int | None) -> DecodeList:
         """The list planned for this window, else the one that leaves nothing out.
@@ -261,6 +274,11 @@ class RaggedBatch:
 def _device() -> Any:
     """What is being traced for: an abstract mesh's device, else the first one."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+
+
+def device_kind() -> str:
+    """What is being traced for, as JAX names it: "cpu", "TPU v5 lite", "NVIDIA H100 80GB HBM3"."""
+    return str(_device().device_kind)
 
 
 def device_class() -> str:

@@ -26,7 +26,7 @@ from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, row_of
 from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows
 from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel
-from pagedjax.kernels.tpu_sizes import LEFT_AT_MOST, SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
+from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
 
@@ -46,7 +46,7 @@ def attend(
     """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
 
     Args:
-        tiling: Sizes of the kernel's pieces; None takes what follows from chip and shape.
+        tiling: Sizes of the kernel's pieces; None takes the tuning table's, as far as they fit chip and shape.
         interpret: True or `pltpu.InterpretParams()` runs it on the CPU, for tests.
 
     Raises:
@@ -57,7 +57,8 @@ def attend(
     T, N, H = q.shape
     Sd = ragged.decode_bucket
     params = xla.Params(scale, window, soft_cap)
-    sizes = Sizes(pool.layout, N, sinks is not None, tiling or Tiling(), chip(interpret))
+    tiling = (tiling or Tiling()).filled(ragged.sizes("pallas_tpu", pool.layout, N))
+    sizes = Sizes(pool.layout, N, sinks is not None, tiling, chip(interpret))
     call = _Call(pool, layer, ragged, params, sizes, interpret)
     q_pool = q.astype(pool.data.dtype)
     live = jnp.arange(T) < ragged.query_start_loc[-1]
@@ -268,7 +269,7 @@ def _prefill(q: jax.Array, call: _Call, sinks: jax.Array | None) -> tuple[jax.Ar
     starts, ends = ragged.query_start_loc[:-1], ragged.query_start_loc[1:]
     index = jnp.arange(starts.shape[0], dtype=jnp.int32)
     length = jnp.where(index >= ragged.num_decodes, ends - starts, 0)
-    cut = min(LEFT_AT_MOST, tile // 2) if tile > SHORT_QUERIES else 0
+    cut = min(call.sizes.tiling.left_at_most or 0, tile // 2) if tile > SHORT_QUERIES else 0
     left = length % tile
     # (queries of an entry, entries of each row, of its tokens those before them, room for entries).
     kinds = [(tile, length // tile + (left > cut), jnp.zeros_like(starts), T // (cut + 1) + 1)]

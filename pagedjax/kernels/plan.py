@@ -13,7 +13,9 @@ import numpy as np
 from pagedjax.cache.rules import check_block_size
 from pagedjax.kernels.cascade import MAX_LEVELS, MIN_GROUP_ROWS, PrefixGroup, find_groups
 from pagedjax.kernels.layout import DecodeList, RaggedBatch
+from pagedjax.kernels.tuning import PACKAGED, Tuning
 
+# Where nobody says; an engine takes them from the tuning table.
 CHUNK_TOKENS = 256
 TILE_QUERIES = 128
 _INT32 = 2**31
@@ -36,6 +38,7 @@ def plan_ragged(
     max_group_levels: int = MAX_LEVELS,
     groups: Sequence[PrefixGroup] | None = None,
     apart: bool = False,
+    tuning: Tuning = PACKAGED,
 ) -> RaggedBatch:
     """Plans one step.
 
@@ -57,6 +60,7 @@ def plan_ragged(
         max_group_levels: How deep groups may lie within one another, at least 1.
         groups: Groups of the decode rows that were found already, at most `max_groups`; None: found here.
         apart: No row's result may depend on the other rows, to the last bit; for rows of one token, without groups.
+        tuning: The user's own sizes of kernels' pieces, which go with the plan into every layer.
 
     Returns:
         Fresh arrays that hold no reference to the arguments.
@@ -149,6 +153,7 @@ def plan_ragged(
         tile_queries=tile_queries,
         block_size=block_size,
         apart=apart,
+        tuning=tuning,
     )
 
 

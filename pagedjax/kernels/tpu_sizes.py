@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,16 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.layout import LANES, KVLayout
+from pagedjax.kernels.tuning import PACKAGED, SIZES
 
 SUBLANES = 8
-# Keys and values of one chunk: long enough a transfer to hide a chunk's overhead behind it.
-CHUNK_BYTES = 1 << 20
-# Copies of one chunk are written out one after the other in the program.
-CHUNK_COPIES = 64
 # Queries of a short prefill entry, and those that lie side by side per head (a bfloat16 tile).
 SHORT_QUERIES = 16
-# Of what is left of a row behind its whole tiles, as much is worked as short entries.
-LEFT_AT_MOST = 48
 # Of VMEM, what a kernel may plan for: the rest is the compiler's own (spilled registers, scratch of relayouts).
 VMEM_SHARE = 0.6
 # Of SMEM, what block tables of one call may take.
@@ -28,27 +24,40 @@ SMEM_SHARE = 0.875
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a kernel's pieces, where they are not to follow from the chip and the shape.
+    """Sizes of a kernel's pieces; None takes the tuning table's.
 
     Attributes:
-        chunk_tokens: Keys of one chunk, a power of two of at least one block; None takes about 1 MiB of the pool.
+        chunk_tokens: Keys of one chunk, a power of two of at least one block; None takes `chunk_bytes` of the pool.
         tile_queries: Most queries of a prefill entry, a power of two of at least 16.
+        chunk_bytes: Most keys and values of one chunk.
+        chunk_copies: Most blocks of one chunk where `chunk_bytes` decides.
+        left_at_most: Of what is left of a row behind its whole tiles, as much is worked as short entries.
     """
 
     chunk_tokens: int | None = None
-    tile_queries: int = 128
+    tile_queries: int | None = None
+    chunk_bytes: int | None = None
+    chunk_copies: int | None = None
+    left_at_most: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 1), ("tile_queries", SHORT_QUERIES)):
+        for name, (holds, rule) in SIZES["pallas_tpu"].items():
             value = getattr(self, name)
-            if value is not None and (value < least or value & (value - 1)):
-                raise ValueError(f"{name}={value}: must be a power of two of at least {least}")
+            if value is not None and not holds(value):
+                raise ValueError(f"{name}={value}: must be {rule}")
+
+    def filled(self, sizes: Mapping[str, int]) -> Tiling:
+        """With these sizes where none was given."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return Tiling(**{**sizes, **given})
 
     def chunk(self, layout: KVLayout) -> int:
         """Keys of one chunk of this pool, whole blocks."""
-        most = CHUNK_BYTES // (layout.width * jnp.dtype(layout.dtype).itemsize)
-        most = min(1 << (max(1, most).bit_length() - 1), CHUNK_COPIES * layout.block_size)
-        return max(self.chunk_tokens or most, layout.block_size)
+        sizes = self.filled(PACKAGED.sizes("pallas_tpu"))
+        assert sizes.chunk_bytes and sizes.chunk_copies  # the package's table has them
+        most = sizes.chunk_bytes // (layout.width * jnp.dtype(layout.dtype).itemsize)
+        most = min(1 << (max(1, most).bit_length() - 1), sizes.chunk_copies * layout.block_size)
+        return max(sizes.chunk_tokens or most, layout.block_size)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,9 @@ class Sizes:
         Raises:
             NotImplementedError: Not even a short entry fits.
         """
-        tile = min(self.tiling.tile_queries, max(SHORT_QUERIES, 1 << (num_tokens - 1).bit_length()))
+        most = self.tiling.filled(PACKAGED.sizes("pallas_tpu")).tile_queries
+        assert most  # the package's table has it
+        tile = min(most, max(SHORT_QUERIES, 1 << (num_tokens - 1).bit_length()))
         params = xla.Params(1.0, None, None)
         while tile > SHORT_QUERIES and self.vmem_bytes(self.shape(1, tile, params)) > self._room:
             tile //= 2

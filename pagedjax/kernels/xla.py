@@ -23,11 +23,6 @@ from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
 NEG = -1e30
 # Of queries against some keys: acc f32[..., H] = sum of exp(s - m) * v, m = max of s, l = sum of exp(s - m).
 State = tuple[jax.Array, ...]
-# One iteration's gathered keys, and as much again of values. With less, a matrix product is too small for XLA:CPU to
-# spread over the cores that gathered it, and half of it is read out of another core's cache; with more, out of memory.
-_GROUP_BYTES = 2 << 20
-# The fewest rows that a product over a shared prefix has room for.
-_LEAST_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -239,7 +234,7 @@ def _decode_items(
     work, chunk = ragged.decode_list(params.window), ragged.chunk_tokens
     lens = ragged.seq_lens[:Sd]
     size = work.row.shape[0]
-    most = max(1, _GROUP_BYTES // (chunk * K * H * 4))
+    most = max(1, ragged.sizes("xla", pool.layout, K * G)["iteration_bytes"] // (chunk * K * H * 4))
     # Few rows have few items: a wide group would gather mostly padding.
     group = min(size, 1 << (most.bit_length() - 1), max(2, 1 << (Sd - 1).bit_length()))
     # Items are in order of their rows, so that a group of them lies in as many neighbouring rows at most.
@@ -307,7 +302,8 @@ def _shared(
     """
     Sd, K, G, H = queries.shape
     chunk, Hv = ragged.chunk_tokens, pool.layout.value_dim
-    sizes = [size for size in (_LEAST_GROUP << i for i in range(Sd.bit_length())) if size < Sd] + [Sd]
+    least = ragged.sizes("xla", pool.layout, K * G)["least_group_rows"]
+    sizes = [size for size in (least << i for i in range(Sd.bit_length())) if size < Sd] + [Sd]
 
     def one_group(i: jax.Array, state: State) -> State:
         rows = work.group_rows[i]

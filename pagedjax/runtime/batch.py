@@ -11,9 +11,9 @@ import numpy as np
 
 from pagedjax.engine import Sequence, SharedPrefix, StepPlan
 from pagedjax.engine.shapes import Bucket
-from pagedjax.kernels import RaggedBatch, doors, plan_ragged
+from pagedjax.kernels import PACKAGED, RaggedBatch, Tuning, doors, plan_ragged
 from pagedjax.kernels.cascade import MAX_LEVELS, PrefixGroup, find_groups, groups_that_pay
-from pagedjax.kernels.plan import CHUNK_TOKENS
+from pagedjax.kernels.plan import CHUNK_TOKENS, TILE_QUERIES
 from pagedjax.runtime.sampling import SAMPLING_DTYPES, SamplingBatch
 
 Array = Any
@@ -102,6 +102,8 @@ def pack(
     table_width: int,
     windows: Seq[Seq[int | None]] = ((None,),),
     chunk_tokens: int = CHUNK_TOKENS,
+    tile_queries: int = TILE_QUERIES,
+    tuning: Tuning = PACKAGED,
     shared: Seq[SharedPrefix] = (),
     apart: bool = False,
 ) -> StepBatch:
@@ -114,6 +116,8 @@ def pack(
         table_width: M, the width of an empty plan's table.
         windows: Per KV group the attention windows of its layers.
         chunk_tokens: Keys per decode item.
+        tile_queries: Most tokens of a tile.
+        tuning: The user's own sizes of kernels' pieces.
         shared: Prefixes to be worked once for their rows; where there are any, a program of its own.
         apart: Every token is a row of its own, and no row's result depends on the others; rows in any order.
     """
@@ -146,6 +150,8 @@ def pack(
             table,
             block_size=block_size,
             chunk_tokens=chunk_tokens,
+            tile_queries=tile_queries,
+            tuning=tuning,
             num_tokens_bucket=bucket.num_tokens,
             num_seqs_bucket=bucket.num_seqs,
             decode_bucket=bucket.num_decodes,

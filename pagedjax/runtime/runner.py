@@ -16,7 +16,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.engine import SharedPrefix, StepResult, TokenScores
 from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
-from pagedjax.kernels import KVLayout, KVPool, decode_chunk_tokens, native
+from pagedjax.kernels import PACKAGED, KVLayout, KVPool, Tuning, native, plan_sizes
 from pagedjax.kernels.layout import device_class
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
@@ -79,6 +79,7 @@ class JaxRunner:
             every step is asserted on the device before it runs. None: nothing is asserted, at no cost.
         prefix_groups: Whether prefixes that decode rows share are worked once: the setting of this name.
         deterministic: The setting of this name: one program of one shape computes every step, slice by slice.
+        tuning: The user's own sizes of kernels' pieces, before those of the package.
         place: The devices, from `runtime.mesh.make_place`.
 
     Attributes:
@@ -107,6 +108,7 @@ class JaxRunner:
         writable: Callable[[], tuple[np.ndarray, ...]] | None = None,
         prefix_groups: str = "auto",
         deterministic: bool = False,
+        tuning: Tuning = PACKAGED,
         place: Placement = ONE_DEVICE,
     ) -> None:
         native.prepare(implementation)
@@ -132,13 +134,19 @@ class JaxRunner:
         self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[tuple[Bucket, bool]] = set()
         graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype, place.cut)
+        sizes = plan_sizes(self.layout, model.num_heads, tuning)
         shapes: dict[str, Any] = {
             "block_size": self.block_size,
             "windows": windows,
-            "chunk_tokens": decode_chunk_tokens(),
+            "chunk_tokens": sizes["chunk_tokens"],
         }
         self._pack: Callable[..., StepBatch] = functools.partial(
-            pack, table_width=self._table_width, apart=deterministic, **shapes
+            pack,
+            table_width=self._table_width,
+            tile_queries=sizes["tile_queries"],
+            apart=deterministic,
+            tuning=tuning,
+            **shapes,
         )
         mode = "off" if deterministic else prefix_groups
         self._shared: Callable[..., tuple[SharedPrefix, ...]] = functools.partial(

@@ -78,3 +78,30 @@ def test_rivals_of_a_platform():
     assert "jax gpu paged_attention" in rivals.names("gpu")
     assert "jax ragged_paged_attention" in rivals.names("tpu")
     assert "jax gpu paged_attention" not in rivals.names("cpu")
+
+
+def test_tuning_times_every_value_and_writes_a_file_that_a_runner_reads(tmp_path, monkeypatch):
+    from pagedjax.bench import tune
+    from pagedjax.cli import main
+    from pagedjax.runtime.tuning import read_tuning
+
+    case = kernels.Case((4, 2), 32, batch=2, context=80)
+    trials = [
+        tune.Trial("plan", "chunk_tokens", (32, 64), "xla"),
+        tune.Trial("plan", "tile_queries", (16, 32), "xla", prompt=True),
+        tune.Trial("pallas_tpu", "chunk_tokens", (32,), "pallas_tpu"),  # refused here: no table of it
+    ]
+    said = []
+    text, rows = tune.run([case], rounds=1, trials=trials, progress=said.append)
+    assert [(r["size"], r["value"]) for r in rows] == [
+        ("chunk_tokens", 32), ("chunk_tokens", 64), ("tile_queries", 16), ("tile_queries", 32)
+    ]  # fmt: skip
+    assert max(r["of_best"] for r in rows) == 1 and any(
+        "chunk_tokens=32 left out: pallas_tpu: platform=cpu" in s for s in said
+    )
+    monkeypatch.setattr(tune, "run", lambda **kwargs: (text, rows))
+    out = tmp_path / "own.toml"
+    assert main(["bench", "kernels", "--tune", str(out), "--json"]) == 0
+    best = min(rows[:2], key=lambda row: row["ms"])["value"]
+    found = read_tuning(str(out)).sizes("plan", device="cpu", heads="4/2/32", dtype="float32", block_size=16)
+    assert found["chunk_tokens"] == best and len(read_tuning(str(out)).rows) == 2

@@ -85,10 +85,15 @@ class LLM:
 
         self._tuning = read_tuning(config.runtime.kernel_tuning)
         self._channel = None if hosts is None else join(hosts, config.digest())
-        _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
-        check_devices(config.runtime.tensor_parallel)
-        with own_settings():
-            self._build(on_compile, on_step)
+        try:
+            _keep_compiled_programs(config.runtime.compilation_cache_dir, self.cache_dir)
+            check_devices(config.runtime.tensor_parallel)
+            with own_settings():
+                self._build(on_compile, on_step)
+        except BaseException as error:
+            if self._channel is not None:  # the others would wait for this process
+                self._channel.abandon(error)
+            raise
 
     def _build(
         self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
@@ -114,6 +119,7 @@ class LLM:
         self.model_name = loaded.name
         self.max_model_len = length
         self._weights: tuple[int, str] | None = None  # version and digest, once it is asked for
+        self._sample = loaded.sample
         groups, layouts = plan_pools(loaded.config, config, length)
         self._kv_groups = groups
         place = make_place(loaded.config, config.runtime.tensor_parallel)
@@ -149,7 +155,9 @@ class LLM:
         )
         if self._channel is not None and self._channel.hosts.index == 0:
             self.runner.lead(self._channel)
+            self._channel.tell(("model", config.model.model, loaded.sample))
             atexit.register(self.close)
+        self.runner.may_plan = self._channel is None or self._channel.hosts.index == 0
         self.engine = Engine(
             self.manager,
             self.runner,
@@ -164,17 +172,13 @@ class LLM:
 
     def follow(self) -> None:
         """Do what process 0 does until it ends; for the other processes of a run on several hosts."""
-        from pagedjax.runtime.hosts import follow
+        from pagedjax.runtime.following import follow
         from pagedjax.runtime.settings import own_settings
 
         if self._channel is None or self._channel.hosts.index == 0:
             raise ValueError("follow: is for processes after the first; give hosts with their index")
         with own_settings():
-            follow(
-                self.runner,
-                self._channel,
-                lambda source: self.runner.update_weights(self._load(source).params),
-            )
+            follow(self.runner, self._channel, self._sample, self._load)
 
     def close(self) -> None:
         """End the other processes of a run on several hosts; at the program's end it happens by itself."""
@@ -449,19 +453,20 @@ class LLM:
         weights' digest.
 
         Args:
-            weights: A dict as `runner.params` is, or a model as the `model.model` setting names it; several hosts
-                each read the model.
+            weights: A dict of whole arrays as `runner.params` is, or a model as the `model.model` setting names it.
+                Several hosts each read the model; a dict is dealt out to them.
 
         Raises:
-            ValueError: Another model, or a dict on several hosts; names what differs. Nothing was changed.
+            ValueError: Another model; names what differs. Nothing was changed.
         """
         from pagedjax.runtime.settings import own_settings
 
+        self.runner.check_may_plan()
         with own_settings():
             name, params, source = self.model_name, weights, None
             if isinstance(weights, str | Path):
-                source = str(weights)
-                loaded = self._load(source)
+                loaded = self._load(str(weights))
+                source = str(weights), loaded.sample
                 if loaded.config.for_length(self.max_model_len) != self.model_config:
                     raise ValueError(
                         f"{weights}: is of other shapes or settings than {self.model_name}; build another LLM for it"
@@ -476,8 +481,7 @@ class LLM:
         return TokenChain(ids, block_size=self.manager.block_size, hash=self.config.cache.hash, extra=extra)
 
     def _paged_manager(self, what: str) -> PagedManager:
-        if self._channel is not None:
-            raise ValueError(f"{what}: snapshots are one process's; run it without several hosts")
+        self.runner.check_may_plan()
         if not isinstance(self.manager, PagedManager):
             raise ValueError(f"{what}: reservations share nothing; leave cache.reservation empty")
         return self.manager

@@ -49,7 +49,7 @@ def run(
         RuntimeError: A process failed; its last line.
     """
     note(f"two processes, batch {batch}")
-    address = f"127.0.0.1:{_free_ports()}"
+    address = f"127.0.0.1:{free_ports()}"
     sizes = json.dumps([batch, context, tokens, rounds])
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def run(
     return [_row(batch, *(json.loads(out) for out, _ in texts))]
 
 
-def _free_ports() -> int:
+def free_ports() -> int:
     """The first of two neighbouring ports that nobody uses."""
     while True:
         with socket.socket() as first, socket.socket() as second:
@@ -156,7 +156,7 @@ def _runner(place: Any, sizes: list[int]) -> Any:
 
 
 def _follow(channel: Any, place: Any, sizes: list[int]) -> list[list[Any]]:
-    from pagedjax.runtime.hosts import follow
+    from pagedjax.runtime.following import follow
 
     runner, _ = _runner(place, sizes)
     had: list[list[Any]] = []
@@ -177,7 +177,7 @@ def _follow(channel: Any, place: Any, sizes: list[int]) -> list[list[Any]]:
         return out
 
     channel.next, runner._dispatch = stamped, dispatched
-    follow(runner, channel, None)
+    follow(runner, channel, "", lambda source: None)  # type: ignore[arg-type, return-value]
     return had
 
 

@@ -141,10 +141,6 @@ def command(
             raise click.UsageError(f"--{name.replace('_', '-')}: is printed with --json only; give it, too")
     if record_text and record is None:
         raise click.UsageError("--record-text: needs --record FILE")
-    if hosts is not None and (load_cache or save_cache):
-        raise click.UsageError(
-            "--load-cache and --save-cache: are one process's; leave them out with --hosts"
-        )
     # Above is what every process of a launcher sees, and ends for; files and stdin are process 0's.
     if hosts is not None and hosts.index:
         common.llm(hosts=hosts).follow()

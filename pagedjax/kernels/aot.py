@@ -72,8 +72,10 @@ TARGETS: Mapping[str, Target] = {
         ),
     )
 }
-# Links of a chip to the others of its slice, all together and both ways: "bidirectional inter-chip interconnect
-# bandwidth per chip" of docs.cloud.google.com/tpu/docs/v5e, v6e and v5p; the page of v4 states none.
+# Links of a chip to the others of its slice, all together and both ways, as the vendor states it: "bidirectional
+# inter-chip interconnect (ICI) bandwidth per chip" of docs.cloud.google.com/tpu/docs/v5e (400 GBps), v6e (800 GBps) and
+# v5p (1200 GBps). The page of tpu7x states 1200 of a chip that jax shows as two devices, that of v4 none: both are left
+# out.
 LINK_BYTES_PER_S: Mapping[str, float] = {"v5e": 400e9, "v6e": 800e9, "v5p": 1200e9}
 # What libtpu asks of the machine that runs it; set before its first use. Several processes may load it.
 LIBTPU_ENVIRONMENT: Mapping[str, str] = {

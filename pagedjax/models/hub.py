@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.config_keys import refuse_key
-from pagedjax.models.dealing import Dealer
+from pagedjax.models.dealing import Dealer, Sample
 from pagedjax.models.describe import Described, Understood, describe_folder, describe_gguf, inside
 from pagedjax.models.families import leaves_of
 from pagedjax.models.generation import read_generation
@@ -46,7 +46,8 @@ Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
 class LoadedModel:
     """A model ready to run: `params` are the leaves that `abstract_params(config, dtype)` describes.
 
-    `config.eos_token_ids` are all ends that its files name; `understood` says where each of them stands.
+    `config.eos_token_ids` are all ends that its files name; `understood` says where each of them stands. `sample` is a
+    digest over a row of each tensor, where leaves were dealt out.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: str
     understood: Understood = field(default_factory=Understood)
+    sample: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _load(
         if report:
             report(f"read {name}", done, total)
 
+    sample = _sample(config) if dealer else None
     params = read_params(
         described.file,
         config,
@@ -195,11 +198,15 @@ def _load(
         report=advance,
         sharding=sharding,
         dealer=dealer and dealer(config),
+        sample=sample,
     )
     tokenizer = described.tokenizer
-    return LoadedModel(
-        name, config, params, tokenizer, getattr(tokenizer, "chat_template", ""), described.understood
-    )
+    template, digest = getattr(tokenizer, "chat_template", ""), sample.digest if sample else ""
+    return LoadedModel(name, config, params, tokenizer, template, described.understood, digest)
+
+
+def _sample(config: ModelConfig) -> Sample:
+    return Sample(json.dumps(config.to_dict(), sort_keys=True))
 
 
 # ---- orbax -----------------------------------------------------------------------------------------------
@@ -265,10 +272,13 @@ def load_checkpoint(
         ModelError: The folder is incomplete or holds another model than its config says.
     """
     config, tokenizer, understood = describe_checkpoint(folder)
-    dealt = dealer and dealer(config)
-    params = restore_params(inside(folder, "params"), config, dtype=dtype, sharding=sharding, dealer=dealt)
+    dealt, sample = dealer and dealer(config), _sample(config) if dealer else None
+    params = restore_params(
+        inside(folder, "params"), config, dtype=dtype, sharding=sharding, dealer=dealt, sample=sample
+    )
     name = str(read_json(folder / _CHECKPOINT).get("name", folder.name))
-    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template, understood)
+    digest = sample.digest if sample else ""
+    return LoadedModel(name, config, params, tokenizer, tokenizer.chat_template, understood, digest)
 
 
 def describe_checkpoint(folder: Path) -> tuple[ModelConfig, HFTokenizer, Understood]:

@@ -7,6 +7,7 @@ several devices, a process reads and holds its own devices' parts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from pagedjax.models.config import ModelConfig, ModelError
-from pagedjax.models.dealing import Dealer
+from pagedjax.models.dealing import Dealer, Sample
 from pagedjax.models.decoder import abstract_params
 from pagedjax.models.families import Leaf, Names, Part, leaves_of
 from pagedjax.models.formats import STORED, TensorFile
@@ -54,6 +55,7 @@ def read_params(
     report: Report | None = None,
     sharding: ShardingRule | None = None,
     dealer: Dealer | None = None,
+    sample: Sample | None = None,
 ) -> Params:
     """Fill the decoder's leaves from a tensor file.
 
@@ -65,6 +67,7 @@ def read_params(
         report: Called with the bytes of each finished leaf.
         sharding: (path, shape) → sharding; default the default device.
         dealer: Deals leaves out to devices; then `sharding` has no say.
+        sample: Gets a row of each tensor.
 
     Returns:
         Nested dict of arrays, shaped as `abstract_params(config, dtype)` where nothing is dealt out.
@@ -79,6 +82,10 @@ def read_params(
     strip = min(max(sum(math.prod(leaf.shape) for leaf in leaves) // 64, 1 << 20), 64 << 20)
     params: Params = {}
     for leaf in leaves:
+        if sample is not None:
+            for part in leaf.parts:
+                shape = file.tensors[part.name].shape
+                sample.add(part.name, shape, functools.partial(file.rows, part.name))
         where = sharding(leaf.path, leaf.shape) if sharding else None
         if config.tie_embeddings and leaf.path == _HEAD:
             head = (
@@ -139,11 +146,23 @@ def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: b
 # ---- orbax -----------------------------------------------------------------------------------------------
 
 
+def alone() -> ocp.options.MultiprocessingOptions:
+    """For orbax in a process of several, which otherwise waits until all of them read or write the same."""
+    here = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+
+
+def checkpoint_reader() -> ocp.Checkpointer:
+    """A reader of trees of arrays, for this process alone."""
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone())
+    return ocp.Checkpointer(handler, multiprocessing_options=alone())
+
+
 def save_params(path: Path, params: Params) -> None:
     """Write the leaves as an orbax checkpoint; `path` must not exist yet."""
     # Small chunks: a leaf is read chunk by chunk, so no second copy of a large one is held.
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHECKPOINT_CHUNK_BYTES), params)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=alone()) as checkpointer:
         checkpointer.save(path.absolute(), params, save_args=save_args)
         checkpointer.wait_until_finished()
 
@@ -155,6 +174,7 @@ def restore_params(
     dtype: str = "float32",
     sharding: ShardingRule | None = None,
     dealer: Dealer | None = None,
+    sample: Sample | None = None,
 ) -> Params:
     """The leaves of an orbax checkpoint, bitwise as saved where the dtype is the stored one.
 
@@ -164,6 +184,7 @@ def restore_params(
         dtype: Of the result; another than the stored one is cast while reading.
         sharding: (path, shape) → sharding; default the default device.
         dealer: Deals leaves out to devices, read one at a time; then `sharding` has no say.
+        sample: Gets a row of each leaf that is dealt out.
 
     Raises:
         ModelError: It holds another model (named by the first path that differs), or cannot be read.
@@ -178,15 +199,18 @@ def restore_params(
         set_leaf(target, keys, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
     params: Params = {}
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with checkpoint_reader() as checkpointer:
             stored = checkpointer.metadata(path.absolute()).item_metadata.tree
-            _same_tree(path, wanted, dict(flat(stored)))
+            found = dict(flat(stored))
+            _same_tree(path, wanted, found)
             # One layer at a time: restored at once, all leaves' read buffers would be alive together.
             for key, subtree in target.items():
                 if config.tie_embeddings and key == _HEAD[0]:
                     continue
                 if dealer is not None:
-                    params[key] = _restore_dealt(checkpointer, path, {key: subtree}, dealer)[key]
+                    params[key] = _restore_dealt(checkpointer, path, {key: subtree}, found, dealer, sample)[
+                        key
+                    ]
                     continue
                 part = {key: subtree}
                 args = ocp.checkpoint_utils.construct_restore_args(part)
@@ -197,7 +221,9 @@ def restore_params(
     except Exception as error:  # damaged files surface as almost any type from the storage library
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{path}: {first}: must be a whole checkpoint; convert the model again") from error
-    _check_restored(params, dict(flat(stored)), numpy_dtype(dtype))
+    if dealer is None:
+        for name, leaf in flat(params):
+            _check_finite(name, jnp.isfinite(leaf), found[name], numpy_dtype(dtype))
     if config.tie_embeddings and dealer is not None:
         set_leaf(params, _HEAD, params["embed"])
     elif config.tie_embeddings:
@@ -206,7 +232,9 @@ def restore_params(
     return params
 
 
-def _restore_dealt(checkpointer: Any, path: Path, target: Params, dealer: Dealer) -> Params:
+def _restore_dealt(
+    checkpointer: Any, path: Path, target: Params, stored: Params, dealer: Dealer, sample: Sample | None
+) -> Params:
     """Leaves of a checkpoint, each read whole and dealt out before the next."""
     out: Params = {}
     for name, leaf in flat(target):
@@ -219,6 +247,10 @@ def _restore_dealt(checkpointer: Any, path: Path, target: Params, dealer: Dealer
         array: Any = checkpointer.restore(path.absolute(), args=request)
         for key in keys:
             array = array[key]
+        # Here, and not on the devices: all processes would have to do it at once.
+        _check_finite(name, np.isfinite(array), stored[name], array.dtype)
+        if sample is not None:
+            sample.add(name, leaf.shape, functools.partial(_rows_between, array))
         parts = dealer.parts(keys, leaf.shape)
         buffers = parts.allocate(array.dtype)
         parts.put(buffers, np.arange(leaf.shape[0]), array)
@@ -226,15 +258,18 @@ def _restore_dealt(checkpointer: Any, path: Path, target: Params, dealer: Dealer
     return out
 
 
-def _check_restored(params: Params, stored: dict[str, Any], dtype: np.dtype) -> None:
-    """Refuse leaves that a cast to a narrower dtype made infinite, or that never were finite."""
-    for name, leaf in flat(params):
-        if not bool(jnp.isfinite(leaf).all()):
-            kind = np.dtype(stored[name].dtype)
-            remedy = "convert the model again" if kind == dtype else f"it is stored as {kind}; use that dtype"
-            raise ModelError(
-                f"{name} holds values that are not finite in {dtype.name}: weights must be; {remedy}"
-            )
+def _rows_between(array: np.ndarray, start: int, stop: int) -> np.ndarray:
+    return array[start:stop]
+
+
+def _check_finite(name: str, finite: Any, stored: Any, dtype: np.dtype) -> None:
+    """Refuse a leaf that a cast to a narrower dtype made infinite, or that never was finite."""
+    if not bool(finite.all()):
+        kind = np.dtype(stored.dtype)
+        remedy = "convert the model again" if kind == dtype else f"it is stored as {kind}; use that dtype"
+        raise ModelError(
+            f"{name} holds values that are not finite in {dtype.name}: weights must be; {remedy}"
+        )
 
 
 def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -255,6 +290,13 @@ def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> No
 
 
 # ---- trees and buffers -----------------------------------------------------------------------------------
+
+
+def leaf_of(params: Params, path: tuple[str, ...]) -> Any:
+    """The leaf of nested dicts at a path."""
+    for key in path:
+        params = params[key]
+    return params
 
 
 def set_leaf(params: Params, path: tuple[str, ...], value: Any) -> None:

@@ -1,16 +1,17 @@
 """Several processes, one run: process 0 plans and tells the others what to do; a process that dies ends the run.
 
     process 0   engine ─► runner ──┬─► its devices ◄── collectives ──► devices of process 1 …
-                                   └─► one message a step (TCP) ─────► follow(): the same programs on the same arrays
+                                   └─► one message a step (TCP) ─────► `following`: the same programs on the same arrays
 
 The messages have connections of their own, beside those of `jax.distributed`: a broken one is seen at once, whatever
-the devices wait for. They are pickles, read by the others alone, from the process 0 that they were sent to; the network
-is trusted, as `jax.distributed` trusts it.
+the devices wait for. They are pickles, read by the others alone, from the process 0 that they were sent to; what the
+others answer is plain bytes. The network is trusted, as `jax.distributed` trusts it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
@@ -20,18 +21,19 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
-
-if TYPE_CHECKING:
-    from pagedjax.runtime.runner import JaxRunner
+import numpy as np
 
 Message = tuple[Any, ...]
+Buffer = bytes | bytearray | memoryview
 _STOP = "stop"
 _LENGTH = struct.Struct("!Q")
 _MOST_GREETING = 4096
+_LINGER_S = 5.0  # a process ends in less, once it is about to
 _GREETING_S = 5.0  # ours greet at once; who says nothing may not keep the others out
 
 
@@ -53,8 +55,11 @@ class Hosts:
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65535:
-            raise ValueError(f"hosts {self.address}: must be HOST:PORT of process 0, as 10.0.0.1:4321")
+        bare = host[1:-1] if host[:1] + host[-1:] == "[]" else host
+        if not bare or not port.isdecimal() or not 0 < int(port) < 65535 or (":" in bare) != (bare != host):
+            raise ValueError(
+                f"hosts {self.address}: must be HOST:PORT of process 0, as 10.0.0.1:4321 or [fd00::1]:4321"
+            )
         if not 0 <= self.index < self.count or self.count < 2:
             raise ValueError(
                 f"hosts: process {self.index} of {self.count}: must be at least 2, counted from 0 to "
@@ -65,7 +70,7 @@ class Hosts:
     def messages(self) -> tuple[str, int]:
         """Where process 0 is for the others' messages."""
         host, _, port = self.address.rpartition(":")
-        return host, int(port) + 1
+        return host.strip("[]"), int(port) + 1
 
     @classmethod
     def of_launcher(cls, wait_s: float = 300.0) -> Hosts | None:
@@ -114,6 +119,9 @@ def join(hosts: Hosts, settings: str) -> Channel:
     keep_stdout()
     channel = Channel(hosts, settings)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it keeps SIGTERM, by which launchers end processes
     jax.distributed.initialize(hosts.address, hosts.count, hosts.index)
     return channel
 
@@ -137,6 +145,8 @@ class Channel:
         self.hosts = hosts
         self.sent_bytes = self.num_messages = 0
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, bytearray]] = queue.SimpleQueue()
+        self._telling = threading.RLock()  # a thread that reads the weights, beside one that makes steps
         self._ending = False
         settings = f"{hosts.count} {settings}"
         self._peers = self._listen(settings) if hosts.index == 0 else {0: self._connect(settings)}
@@ -146,10 +156,7 @@ class Channel:
     def _listen(self, settings: str) -> dict[int, socket.socket]:
         deadline = time.monotonic() + self.hosts.wait_s
         found: dict[int, socket.socket] = {}
-        host, port = self.hosts.messages
-        # A name may lead elsewhere than to the interface that the others reach, as jax's own coordinator knows.
-        here = host if host in ("127.0.0.1", "localhost") else ""
-        with socket.create_server((here, port), reuse_port=False) as server:
+        with _server(*self.hosts.messages) as server:
             while len(found) < self.hosts.count - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
@@ -200,8 +207,9 @@ class Channel:
         try:
             while True:
                 data = _framed(peer)
-                if self.hosts.index == 0:
-                    continue  # the others have nothing to say, and are never believed
+                if self.hosts.index == 0:  # plain bytes: the others are never believed more than that
+                    self._answers.put((index, data))
+                    continue
                 message: Message = pickle.loads(data)
                 self._ending |= message[0] == _STOP
                 self._inbox.put(message)
@@ -224,18 +232,41 @@ class Channel:
             os.write(shown, line.encode())
         os._exit(1)
 
-    def tell(self, message: Message) -> None:
-        """From process 0 to the others: one message."""
-        if self._ending:
-            raise RuntimeError("hosts: the other processes have been ended; start all of them again")
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self.sent_bytes += len(data)
-        self.num_messages += 1
-        for index, peer in self._peers.items():
+    def tell(self, message: Message, own: Callable[[int], Message] | None = None) -> None:
+        """From process 0 to the others: one message; `own` is what each of them gets beside it, by its index."""
+        with self._telling:
+            if self._ending:
+                raise RuntimeError("hosts: the other processes have been ended; start all of them again")
+            data, longest = b"", 0
             try:
-                _frame(peer, data)
-            except OSError:
-                self._gone(index)
+                for index, peer in self._peers.items():
+                    if own is not None or not data:
+                        whole = message if own is None else (*message, *own(index))
+                        data = pickle.dumps(whole, protocol=pickle.HIGHEST_PROTOCOL)
+                    longest = max(longest, len(data))
+                    try:
+                        _frame(peer, data)
+                    except OSError:
+                        self._gone(index)
+            except BaseException as error:  # some have it, others not, or half of it
+                self.abandon(error)
+                raise
+            self.sent_bytes += longest
+            self.num_messages += 1
+
+    def ask(self, message: Message) -> dict[int, bytearray]:
+        """From process 0 to the others: a message to which each answers with bytes; those, by process."""
+        with self._telling:
+            self.tell(message)
+            try:
+                return dict(self._answers.get() for _ in self._peers)
+            except BaseException as error:  # a late answer would be taken for that to the next question
+                self.abandon(error)
+                raise
+
+    def answer(self, array: np.ndarray) -> None:
+        """To process 0, which has asked."""
+        _frame(self._peers[0], np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def next(self) -> Message:
         """The next message of process 0."""
@@ -253,15 +284,64 @@ class Channel:
             self._ending = True
             self._hang_up(socket.SHUT_WR)
 
-    def abandon(self) -> None:
-        """After a step that failed here: nobody knows how far the others got, so they end, as if this process had."""
+    def abandon(self, error: BaseException) -> None:
+        """After something failed here: nobody knows how far the others got, so they end, as if this process had.
+
+        Those who follow another wait with it for their own end, a few seconds at most: process 0 is jax's coordinator,
+        and jax aborts a process whose coordinator is gone.
+
+        Args:
+            error: What failed. Devices that miss those of another process fail before its connection is seen to break.
+        """
+        if not self._ending and _of_devices(error):
+            time.sleep(_LINGER_S)  # in which `_gone` names who is gone
+        if self._ending:
+            return
         self._ending = True
-        self._hang_up(socket.SHUT_RDWR)
+        _leave_jax()
+        if self.hosts.index == 0:
+            self._hang_up(socket.SHUT_RDWR)
+            return
+        late = threading.Timer(_LINGER_S, self._hang_up, (socket.SHUT_RDWR,))
+        late.daemon = True
+        late.start()
 
     def _hang_up(self, how: int) -> None:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # it may be gone already
                 peer.shutdown(how)  # a thread waits on it: closed alone it would stay open
+
+
+def _of_devices(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised for, is one of the devices."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _leave_jax() -> None:
+    """Keep jax from waiting for the others when this process ends: they are gone then, and it would abort."""
+    from jax._src.distributed import global_state  # jax.distributed.shutdown is what waits
+
+    for name in ("client", "service"):
+        held = getattr(global_state, name)
+        if held is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # to destroy it is to shut it down
+            setattr(global_state, name, None)
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Where the others find process 0: on this machine alone where that is meant, else on every interface.
+
+    A name may lead elsewhere than to the interface that the others reach, as jax's own coordinator knows.
+    """
+    if host in ("127.0.0.1", "localhost"):
+        return socket.create_server((host, port))
+    if host == "::1":
+        return socket.create_server((host, port), family=socket.AF_INET6)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _greeted(server: socket.socket) -> tuple[socket.socket, int, Any]:
@@ -276,8 +356,12 @@ def _greeted(server: socket.socket) -> tuple[socket.socket, int, Any]:
         raise
 
 
-def _frame(peer: socket.socket, data: bytes) -> None:
-    peer.sendall(_LENGTH.pack(len(data)) + data)
+def _frame(peer: socket.socket, data: Buffer) -> None:
+    if len(data) > 1 << 16:  # no copy of a large one
+        peer.sendall(_LENGTH.pack(len(data)))
+        peer.sendall(data)
+    else:
+        peer.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def _framed(peer: socket.socket, most: int = 1 << 40) -> bytearray:
@@ -306,57 +390,3 @@ def _lasting(peer: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer
-
-
-# ---- what is told ----------------------------------------------------------------------------------------
-
-
-class Led:
-    """A program of process 0 that tells the others to run it as well, with what they do not have."""
-
-    def __init__(self, channel: Channel, name: str, program: Any, told: slice) -> None:
-        self._channel, self._name, self._program, self._told = channel, name, program, told
-
-    def __call__(self, *args: Any) -> Any:
-        self._channel.tell((self._name, *args[self._told]))
-        return self._program(*args)
-
-    def _cache_size(self) -> int:
-        count: int = self._program._cache_size()
-        return count
-
-
-def follow(runner: JaxRunner, channel: Channel, update: Any) -> None:
-    """Do what process 0's devices do until it ends.
-
-    Args:
-        runner: Of the same model and settings.
-        channel: To process 0.
-        update: Given a model's source, changes the weights: `LLM.update_weights` there.
-    """
-    out: Any = None
-    tokens: Any = None
-    while True:
-        kind, *rest = channel.next()
-        if kind == _STOP:
-            return
-        if kind == "step":
-            bucket, batch, grouped = rest
-            out = runner._dispatch(bucket, batch, grouped)
-            tokens, sampling = out.tokens, batch.sampling
-        elif kind == "copies":
-            runner.run_copies(*rest)
-        elif kind == "draw":
-            tokens = runner._asked.draw(out.logits, sampling, *rest)
-        elif kind == "score":
-            runner._asked.score(out.logits, tokens)
-        elif kind == "prompt":
-            runner.prompt_scores._score(runner._params, out.hidden, *rest)
-        elif kind == "warm copies":
-            runner.pools = runner.copies.warm_up(runner.pools)
-        elif kind == "weights":
-            update(*rest)
-        else:
-            raise RuntimeError(
-                f"hosts: message {kind!r}: not known here; start all processes with one version"
-            )

@@ -10,7 +10,7 @@ by token) and "whole" (the same on every device). The place of every result is f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +27,7 @@ from pagedjax.runtime.vocabulary import WHOLE, CutVocabulary, Vocabulary
 
 Array = Any
 Params = dict[str, Any]
+Ask = Callable[[], Mapping[int, bytes | bytearray]]  # what the other processes hold, by process
 _SPECS = {
     "pool": Spec(None, None, AXIS),
     "blocks": Spec(None, None, None, AXIS),
@@ -63,6 +64,14 @@ class Placement(Protocol):
         """The opposite of `own_blocks`, as programs take it."""
         ...
 
+    def all_blocks(self, own: np.ndarray, ask: Ask | None) -> np.ndarray:
+        """Blocks [..., devices here * width] with the parts of all devices, what others hold asked for."""
+        ...
+
+    def blocks_for(self, process: int, blocks: np.ndarray) -> np.ndarray:
+        """Of blocks [..., devices * width] what a process's devices hold."""
+        ...
+
     def layout(self, layout: KVLayout) -> KVLayout:
         """A device's part of a pool, from the pool of the whole model."""
         ...
@@ -89,8 +98,24 @@ class Placement(Protocol):
         """Whether a leaf is where it belongs already, and in parts where those are cut."""
         ...
 
-    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
-        """A leaf as one device would hold it."""
+    def own_part(self, path: tuple[str, ...], leaf: Array) -> np.ndarray:
+        """What this process's devices hold of a leaf, side by side, on the host."""
+        ...
+
+    def parts_for(self, process: int, path: tuple[str, ...], leaf: np.ndarray) -> list[np.ndarray]:
+        """What a process's devices hold of a whole leaf, as `join` takes it."""
+        ...
+
+    def join(self, path: tuple[str, ...], shape: tuple[int, ...], buffers: Sequence[np.ndarray]) -> Array:
+        """A leaf of this one-device shape in its place, from this process's parts."""
+        ...
+
+    def whole(self, path: tuple[str, ...], leaf: Array, ask: Ask | None = None) -> Array:
+        """A leaf as one device would hold it; `ask` gets what other processes hold of it.
+
+        Raises:
+            ValueError: Others hold a part, and there is no `ask`.
+        """
         ...
 
     def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -116,6 +141,12 @@ class OneDevice:
     def blocks_of(self, blocks: np.ndarray) -> Array:
         return blocks
 
+    def all_blocks(self, own: np.ndarray, ask: Ask | None) -> np.ndarray:
+        return own
+
+    def blocks_for(self, process: int, blocks: np.ndarray) -> np.ndarray:
+        return blocks
+
     def layout(self, layout: KVLayout) -> KVLayout:
         return layout
 
@@ -136,7 +167,16 @@ class OneDevice:
     def holds(self, leaf: Any) -> bool:
         return True
 
-    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
+    def own_part(self, path: tuple[str, ...], leaf: Array) -> np.ndarray:
+        return np.asarray(leaf)
+
+    def parts_for(self, process: int, path: tuple[str, ...], leaf: np.ndarray) -> list[np.ndarray]:
+        return [leaf]
+
+    def join(self, path: tuple[str, ...], shape: tuple[int, ...], buffers: Sequence[np.ndarray]) -> Array:
+        return buffers[0]
+
+    def whole(self, path: tuple[str, ...], leaf: Array, ask: Ask | None = None) -> Array:
         return leaf
 
     def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -237,22 +277,31 @@ class DeviceMesh:
             shape, where = self.cut.shape(path, leaf.shape), self.sharding(self.spec(path))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
         host = np.asarray(leaf)
-        parts = self.parts(path, host.shape)
-        buffers = parts.allocate(host.dtype)
-        parts.put(buffers, np.arange(host.shape[0]), host)
-        return self.join(path, host.shape, buffers)
+        return self.join(path, host.shape, self.parts_for(jax.process_index(), path, host))
+
+    def parts_for(self, process: int, path: tuple[str, ...], leaf: np.ndarray) -> list[np.ndarray]:
+        parts = self._parts(process, path, leaf.shape)
+        buffers = parts.allocate(leaf.dtype)
+        parts.put(buffers, np.arange(leaf.shape[0]), leaf)
+        return buffers
+
+    def _of(self, process: int) -> list[int]:
+        """Places in the row of a process's devices."""
+        return [i for i, device in enumerate(self.mesh.devices) if device.process_index == process]
 
     @property
     def _own(self) -> list[tuple[int, Any]]:
         """(place in the row, device) of this process's devices."""
-        here = jax.process_index()
-        return [(i, device) for i, device in enumerate(self.mesh.devices) if device.process_index == here]
+        return [(i, self.mesh.devices[i]) for i in self._of(jax.process_index())]
 
     def parts(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Parts:
         """What this process's devices hold of a leaf of this one-device shape."""
+        return self._parts(jax.process_index(), path, shape)
+
+    def _parts(self, process: int, path: tuple[str, ...], shape: tuple[int, ...]) -> Parts:
         rule = rule_of(path)
         width = 0 if rule.axis is None else self.cut.width(path, shape[rule.axis])
-        return Parts(shape, rule.axis, [rule.pieces(self.cut, i) for i, _ in self._own], width)
+        return Parts(shape, rule.axis, [rule.pieces(self.cut, i) for i in self._of(process)], width)
 
     def join(self, path: tuple[str, ...], shape: tuple[int, ...], buffers: Sequence[np.ndarray]) -> Array:
         """The array over all devices from the buffers of `parts`, which must not be changed afterwards."""
@@ -263,15 +312,16 @@ class DeviceMesh:
         where = self.sharding(self.spec(path))
         return jax.make_array_from_single_device_arrays(self.cut.shape(path, shape), where, arrays)
 
-    def whole(self, path: tuple[str, ...], leaf: Array) -> Array:
+    def whole(self, path: tuple[str, ...], leaf: Array, ask: Ask | None = None) -> Array:
         """A leaf as one device would hold it, on the host: pieces back in their order, padding left out."""
-        if self.num_here < self.devices:
-            raise ValueError(
-                f"weights {'/'.join(path)}: lie on several processes; read them where one has them all"
-            )
-        host, axis = np.asarray(leaf), rule_of(path).axis
+        own, axis = self.own_part(path, leaf), rule_of(path).axis
         if axis is None:
-            return host
+            return own
+        if ask is None and self.num_here < self.devices:
+            raise ValueError(
+                f"weights {'/'.join(path)}: lie on several processes; process 0 reads them, with all of them running"
+            )
+        host = self._all_parts(own, axis, ask)
         width = host.shape[axis] // self.devices
         found: dict[tuple[int, int], np.ndarray] = {}
         for device in range(self.devices):
@@ -281,6 +331,31 @@ class DeviceMesh:
                 at += stop - start
         return np.concatenate([found[piece] for piece in sorted(found)], axis)
 
+    def own_part(self, path: tuple[str, ...], leaf: Array) -> np.ndarray:
+        axis = rule_of(path).axis
+        return np.asarray(leaf.addressable_shards[0].data) if axis is None else self._own_parts(leaf, axis)
+
+    def _own_parts(self, array: Array, axis: int) -> np.ndarray:
+        """What this process's devices hold of an array that is cut along an axis, side by side."""
+        if self.num_here == self.devices:
+            return np.asarray(array)
+        held = {shard.device: shard.data for shard in array.addressable_shards}
+        return np.concatenate([np.asarray(held[device]) for _, device in self._own], axis)
+
+    def _all_parts(self, own: np.ndarray, axis: int, ask: Ask | None) -> np.ndarray:
+        """What `_own_parts` gives, with what the other processes answer, in the devices' order."""
+        if ask is None or self.num_here == self.devices:
+            return own
+        axis %= own.ndim
+        before, after = own.shape[:axis], own.shape[axis + 1 :]
+        width = own.shape[axis] // self.num_here
+        out = np.empty((*before, self.devices, width, *after), own.dtype)
+        for process, data in [(jax.process_index(), own), *ask().items()]:
+            places = self._of(process)
+            part = data if isinstance(data, np.ndarray) else np.frombuffer(data, own.dtype)
+            out[(slice(None),) * axis + (places,)] = part.reshape(*before, len(places), width, *after)
+        return out.reshape(*before, self.devices * width, *after)
+
     # ------------------------------------------------------------- blocks on the host
 
     @property
@@ -288,10 +363,14 @@ class DeviceMesh:
         return len(self._own)
 
     def own_blocks(self, blocks: Array) -> np.ndarray:
-        if self.num_here == self.devices:
-            return np.asarray(blocks)
-        shards = sorted(blocks.addressable_shards, key=lambda shard: shard.index[-1].start or 0)
-        return np.concatenate([np.asarray(shard.data) for shard in shards], axis=-1)
+        return self._own_parts(blocks, -1)
+
+    def all_blocks(self, own: np.ndarray, ask: Ask | None) -> np.ndarray:
+        return self._all_parts(own, -1, ask)
+
+    def blocks_for(self, process: int, blocks: np.ndarray) -> np.ndarray:
+        parts = blocks.reshape(*blocks.shape[:-1], self.devices, -1)[..., self._of(process), :]
+        return parts.reshape(*blocks.shape[:-1], -1)
 
     def blocks_of(self, blocks: np.ndarray) -> Array:
         if self.num_here == self.devices:

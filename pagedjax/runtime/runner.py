@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format, Layout
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
@@ -25,13 +25,15 @@ from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, answer_a
 from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
+from pagedjax.runtime.following import Led
 from pagedjax.runtime.host_pool import BlockCopies
-from pagedjax.runtime.hosts import Channel, Led
+from pagedjax.runtime.hosts import Channel
 from pagedjax.runtime.mesh import ONE_DEVICE, Placement
 from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
 from pagedjax.runtime.slices import cut, join_scores
+from pagedjax.runtime.weights import check_same_shapes, deal, in_place_of, row_by_row
 
 Array = Any
 
@@ -86,6 +88,7 @@ class JaxRunner:
         layouts: Of the whole model's pools; a device's part is `pools[group].layout`.
         pools: The KV pool of each group, donated to each step and replaced by what it returns. With several devices its
             minor axis holds their parts side by side.
+        may_plan: Whether plans may come here; not to a process that follows another.
         weights_version: Grows with every change of the weights; the engine sees it and computes anew what is cached.
 
     Raises:
@@ -177,9 +180,10 @@ class JaxRunner:
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef), place)
         self._max_model_len = max_model_len
         self._channel: Channel | None = None
+        self.may_plan = True
 
     def lead(self, channel: Channel) -> None:
-        """From now on tell other processes' runners what this one's devices do (`runtime.hosts`)."""
+        """From now on tell other processes' runners what this one's devices do (`runtime.following`)."""
         self._channel = channel
         self._asked = AskedPrograms(
             Led(channel, "draw", self._asked.draw, slice(2, 3)),
@@ -205,7 +209,8 @@ class JaxRunner:
     def params(self) -> dict[str, Any]:
         """The weights, to read: a plain dict made afresh. `update_weights` changes them.
 
-        With several devices they are put together on the host: `leaves` gives one at a time.
+        With several devices they are put together on the host, of several hosts on the first: `leaves` gives one at a
+        time.
         """
         own: dict[str, Any] = {}
         for path, leaf in self.leaves():
@@ -215,35 +220,52 @@ class JaxRunner:
     def leaves(self) -> Iterator[tuple[tuple[str, ...], Array]]:
         """(path, whole leaf) of the weights, in sorted order; with several devices made whole one by one."""
         for name, leaf in flat(self._params):
-            path = tuple(name.split("/"))
-            yield path, self.place.whole(path, leaf)
+            path, channel = tuple(name.split("/")), self._channel
+            ask = None if channel is None else functools.partial(channel.ask, ("leaf", path))
+            yield path, self.place.whole(path, leaf, ask)
 
     @own_settings()
-    def update_weights(self, params: dict[str, Any], *, source: str | None = None) -> None:
+    def update_weights(self, params: dict[str, Any], *, source: tuple[str, str] | None = None) -> None:
         """Compute with other weights from the next step on.
 
         What the pools hold was computed with the old ones. The engine above sees that `weights_version` has grown and
         computes anew what is cached, pinned or running (`Engine.step`); `LLM.update_weights` does it at once.
 
         Args:
-            params: As given at first: the same names, shapes and dtypes.
-            source: The model that they were read from; the other processes of a run on several hosts read it, too.
+            params: As given at first: the same names, shapes and dtypes. On several hosts process 0 deals out what no
+                `source` says.
+            source: The model that they were read from, as a setting and a digest of a sample of it; the other
+                processes of a run on several hosts read it, too.
 
         Raises:
-            ValueError: Names what differs, or several hosts have no source; nothing was changed, and nobody told.
+            ValueError: Names what differs; nothing was changed, and nobody told.
         """
-        ours = self._params
-        if not all(self.place.holds(leaf) for leaf in jax.tree.leaves(params)):  # whole ones
+        ours, channel = self._params, self._channel
+        dealt = [self.place.holds(leaf) for leaf in jax.tree.leaves(params)]
+        if not all(dealt):  # whole ones
             ours = abstract_params(self.model, jax.tree.leaves(ours)[0].dtype)
         check_same_shapes(ours, params)
-        if self._channel is not None:
-            if source is None:
-                raise ValueError(
-                    "update_weights: several hosts read them from a model; give its name or path"
-                )
-            self._channel.tell(("weights", source))
-        self._params = jax.tree.map(_in_place_of, self._params, self.place.put(params))
-        self.weights_version += 1
+        if channel is not None and source is None and self.place.num_here < self.place.devices and any(dealt):
+            raise ValueError(
+                "update_weights: arrays lie on this process's devices alone; give whole ones, as runner.params has them"
+            )
+        with self._together():
+            if channel is not None and source is None:
+                deal(channel, self.place, params)
+            if channel is not None:
+                channel.tell(("weights", source))
+            self._params = jax.tree.map(in_place_of, self._params, self.place.put(params))
+            self.weights_version += 1
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where something fails in here, the other processes end: nobody knows how far they got."""
+        try:
+            yield
+        except BaseException as error:
+            if self._channel is not None:
+                self._channel.abandon(error)
+            raise
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -258,12 +280,20 @@ class JaxRunner:
     @own_settings()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan's copies, then its rows; the pools are updated in place."""
-        try:
+        self.check_may_plan()
+        with self._together():
             return self._execute(plan)
-        except BaseException:
-            if self._channel is not None:
-                self._channel.abandon()
-            raise
+
+    def check_may_plan(self) -> None:
+        """Refuse what only process 0 may ask for.
+
+        Raises:
+            ValueError: This process follows it.
+        """
+        if not self.may_plan:
+            raise ValueError(
+                "this process follows another: process 0 plans; call LLM.follow() here, the rest there"
+            )
 
     def _execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
@@ -344,17 +374,31 @@ class JaxRunner:
     @own_settings()
     def run_copies(self, copies: CopyPlan) -> None:
         """Run block copies alone; `execute` begins with it."""
-        if self._channel is not None and copies.batches:
-            self._channel.tell(("copies", copies))
-        self.pools = self.copies.run(self.pools, copies)
+        with self._together():
+            if self._channel is not None and copies.batches:
+                self._channel.tell(("copies", copies))
+            self.pools = self.copies.run(self.pools, copies)
 
     def read_blocks(self, group: int, ids: np.ndarray) -> np.ndarray:
         """Blocks on the host as one device's pool holds them: i32[C] → [C, L, B, width of `layouts[group]`]."""
-        return self.place.whole_heads(self.copies.read(self.pools[group], ids), self.layouts[group])
+        channel = self._channel
+        ask = None if channel is None else functools.partial(channel.ask, ("read", group, ids))
+        with self._together():
+            blocks = self.place.all_blocks(self.copies.read(self.pools[group], ids), ask)
+        return self.place.whole_heads(blocks, self.layouts[group])
 
     def write_blocks(self, group: int, ids: np.ndarray, blocks: np.ndarray) -> None:
         """Put what `read_blocks` returned, on however many devices, into blocks i32[C], none twice."""
         own = self.place.own_heads(blocks, self.layouts[group])
+        with self._together():
+            if self._channel is not None:
+                self._channel.tell(
+                    ("write", group, ids), lambda process: (self.place.blocks_for(process, own),)
+                )
+            self.put_blocks(group, ids, self.place.blocks_for(jax.process_index(), own))
+
+    def put_blocks(self, group: int, ids: np.ndarray, own: np.ndarray) -> None:
+        """Blocks [C, L, B, devices here * width] into those of this process's devices alone."""
         pools = list(self.pools)
         pools[group] = self.copies.write(pools[group], ids, own)
         self.pools = tuple(pools)
@@ -369,14 +413,16 @@ class JaxRunner:
             on_done: Called after each bucket.
             buckets: Which; None is the whole ladder. Others compile when they are first needed.
         """
+        self.check_may_plan()
         empty: StepPlan = StepPlan(0, (), (), CopyPlan())
-        if self._channel is not None:
-            self._channel.tell(("warm copies",))
-        self.pools = self.copies.warm_up(self.pools)
-        for bucket in self.programs if buckets is None else buckets:
-            self._dispatch(bucket, self._pack(empty, bucket))
-            if on_done is not None:
-                on_done(bucket)
+        with self._together():
+            if self._channel is not None:
+                self._channel.tell(("warm copies",))
+            self.pools = self.copies.warm_up(self.pools)
+            for bucket in self.programs if buckets is None else buckets:
+                self._dispatch(bucket, self._pack(empty, bucket))
+                if on_done is not None:
+                    on_done(bucket)
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
@@ -420,62 +466,10 @@ class JaxRunner:
         return out
 
 
-def check_same_shapes(ours: dict[str, Any], theirs: Any) -> None:
-    """Refuse weights of another model: the compiled steps take these names, shapes and dtypes and no others.
-
-    Raises:
-        ValueError: Names the first leaf that differs.
-    """
-
-    def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-        found = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="."): (
-                np.shape(x),
-                str(getattr(x, "dtype", "?")),
-            )
-            for path, x in found
-        }
-
-    have, given = leaves(ours), leaves(theirs)
-    for name in sorted(have.keys() | given.keys()):
-        if have.get(name) != given.get(name):
-            wanted, got = (
-                "no such leaf" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-                for leaf in (have.get(name), given.get(name))
-            )
-            raise ValueError(
-                f"weights {name}: given {got}, this model has {wanted}; weights are changed for others of the same "
-                "shapes and dtypes, for another model build another LLM"
-            )
-
-
 def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:
     """The rows of all of them; None where there are none."""
     some = [part for part in parts if part is not None]
     return np.concatenate(some) if some else None
-
-
-def _in_place_of(old: Array, new: Array) -> Array:
-    """A new array where the old one lies, so that no program is compiled anew for it."""
-    if isinstance(old, jax.Array):
-        new = jax.device_put(new, old.sharding if old.committed else None)
-    return row_by_row(new)
-
-
-def row_by_row(array: Array) -> Array:
-    """The array, its elements in row-major order.
-
-    By default XLA:TPU lays an array out in the order that pads least, column by column for a [V, 576] embedding,
-    and then copies it in every step to multiply by it (docs/kernels.md, "Without the device").
-    """
-    if not isinstance(array, jax.Array):
-        return array
-    place: Any = array.format  # type: ignore[attr-defined]
-    rows = tuple(range(array.ndim))
-    if place.layout.major_to_minor == rows:
-        return array
-    return jax.device_put(array, Format(Layout(rows), place.sharding))
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 
 from pagedjax.cache import ExtraKeys, Hints, PagedManager, TokenChain
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.weights import alone, checkpoint_reader
 from pagedjax.runtime.runner import JaxRunner
 
 FORMAT = 3
@@ -298,7 +299,7 @@ def _write(path: Path, manifest: dict[str, Any], blocks: list[np.ndarray]) -> No
     with _locked(version, fcntl.LOCK_EX):
         tree = {f"group_{g}": array for g, array in enumerate(blocks) if len(array)}
         if tree:
-            with ocp.StandardCheckpointer() as checkpointer:
+            with ocp.StandardCheckpointer(multiprocessing_options=alone()) as checkpointer:
                 checkpointer.save((version / _BLOCKS).absolute(), tree)
                 checkpointer.wait_until_finished()
         _write_durably(version / _MANIFEST, json.dumps(manifest))
@@ -452,7 +453,7 @@ def _read_blocks(path: Path, folder: Path, manifest: dict[str, Any], runner: Jax
     tree: dict[str, Any] = {}
     try:
         if any(fact["count"] for fact in facts):
-            with ocp.PyTreeCheckpointer() as checkpointer:
+            with checkpoint_reader() as checkpointer:
                 target = (folder / _BLOCKS).absolute()
                 names = [f"group_{g}" for g, fact in enumerate(facts) if fact["count"]]
                 args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from judges import QUICK
 
+from pagedjax import LLM, SamplingParams
+from pagedjax.bench.hosts import free_ports
 from pagedjax.cli import main
 from pagedjax.models.weights import save_params
-from pagedjax.runtime.hosts import Channel, Hosts, Led, follow
+from pagedjax.runtime.hosts import Hosts
 from pagedjax.testing import tiny_config, tiny_params
 
 # argv: folder, address, processes, index, devices in all, requests; prints what requests gave, as JSON.
@@ -75,48 +75,80 @@ print(json.dumps({"tokens": out, **stats}))
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_folder):
-    """The tiny model with 8 query and 2 KV heads."""
-    import shutil
+# argv: folder, address, processes, index, devices in all, where snapshots are, other weights' folder; prints JSON.
+KEEP = """
+import json, sys
+from pathlib import Path
+from pagedjax import LLM, SamplingParams
+from pagedjax.runtime.hosts import Hosts
+from pagedjax.testing import tiny_config, tiny_params
+folder, address, count, index, devices = sys.argv[1:3] + [int(x) for x in sys.argv[3:6]]
+snapshots, other = Path(sys.argv[6]), sys.argv[7]
+llm = LLM(
+    folder, progress=False, cache_dir=folder, hosts=Hosts(address, count, index, 60),
+    runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", model__max_model_len=64,
+    cache__num_blocks=33, scheduler__max_num_seqs=2, scheduler__token_budget=16,
+)
+if index:
+    llm.follow()
+    sys.exit()
+texts = ["the quick brown fox jumps over the lazy dog", "the quick brown fox packs my box"]
+def run():
+    outputs = llm.generate(texts, SamplingParams(max_tokens=6, ignore_eos=True))
+    return [list(o.outputs[0].token_ids) for o in outputs], sum(o.num_cached_tokens for o in outputs)
+done = {"first": run(), "saved": llm.save_cache(snapshots / "two", texts)}
+llm.reset_prefix_cache()
+done |= {"loaded": llm.load_cache(snapshots / "one"), "warm": run()}
+own = llm.runner.params
+try:
+    llm.update_weights(own | {"embed": own["embed"][:-1]})
+except ValueError as error:
+    done["refused"] = str(error)
+config = llm.model_config
+llm.update_weights(tiny_params(config, seed=1))
+done["given"] = run()
+try:
+    llm.load_cache(snapshots / "one")
+except ValueError as error:
+    done["others"] = str(error)
+llm.update_weights(other)
+done["read"] = run()
+llm.update_weights(own)
+done |= {"again": llm.load_cache(snapshots / "one"), "back": run()}
+print(json.dumps(done))
+"""
 
-    path = tmp_path_factory.mktemp("models") / "eight"
+
+def save_model(path, tiny_folder, seed=0):
+    """The tiny model with 8 query and 2 KV heads."""
     shutil.copytree(tiny_folder, path)
     shutil.rmtree(path / "params")
     config = tiny_config(num_heads=8)
-    save_params(path / "params", jax.device_put(tiny_params(config)))
+    save_params(path / "params", jax.device_put(tiny_params(config, seed=seed)))
     facts = json.loads((path / "pagedjax_model.json").read_text())
     (path / "pagedjax_model.json").write_text(json.dumps(facts | {"config": config.to_dict()}))
     return path
 
 
-def free_port():
-    """One whose follower is free, too, a moment ago."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_folder):
+    return save_model(tmp_path_factory.mktemp("models") / "eight", tiny_folder)
 
 
-def start(folder, processes, devices, requests, here=None):
-    """The processes of a run, or only those of some indices."""
+def start(folder, processes, devices, *rest, script=RUN):
+    """The processes of a run."""
     flags = " ".join(f"--{name}={value.lower()}" for name, value in QUICK.items())
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices // processes), "XLA_FLAGS": flags}
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports()}"
     return [
         subprocess.Popen(
-            [sys.executable, "-c", RUN, str(folder), address, *map(str, (processes, i, devices, requests))],
+            [sys.executable, "-c", script, str(folder), address, *map(str, (processes, i, devices, *rest))],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in (range(processes) if here is None else here)
+        for i in range(processes)
     ]
 
 
@@ -158,9 +190,53 @@ def test_two_processes_of_four_devices_over_50_requests(folder):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("when", ["start", "idle", "middle"])
-def test_a_process_that_dies_ends_the_other(folder, when, victim):
+def test_two_processes_keep_snapshots_and_take_weights_as_one_does(folder, tiny_folder, tmp_path):
+    other = save_model(tmp_path / "other", tiny_folder, seed=2)
+    texts = ["the quick brown fox jumps over the lazy dog", "the quick brown fox packs my box"]
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    one = LLM(
+        str(folder), progress=False, cache_dir=tmp_path, model__max_model_len=64, cache__num_blocks=33,
+        scheduler__max_num_seqs=2, scheduler__token_budget=16,
+    )  # fmt: skip
+
+    def tokens():
+        return [list(o.outputs[0].token_ids) for o in one.generate(texts, greedy)]
+
+    expected = {"first": tokens()}
+    saved = one.save_cache(tmp_path / "one", texts)
+    for name, weights in (("given", tiny_params(one.model_config, seed=1)), ("read", str(other))):
+        one.update_weights(weights)
+        expected[name] = tokens()
+    assert len({str(found) for found in expected.values()}) == 3
+
+    first, second = finish(start(folder, 2, 4, tmp_path, other, script=KEEP))
+    two = result(first)
+    assert second[:2] == (0, ""), second[2]
+    assert {name: two[name][0] for name in expected} == expected
+    assert two["warm"] == two["back"] == [expected["first"], saved]
+    assert two["saved"] == two["loaded"] == two["again"] == saved == 48
+    assert "weights embed: given float32" in two["refused"] and "snapshot of weights=" in two["others"]
+    kept = [read_blocks(tmp_path / name) for name in ("one", "two")]
+    assert kept[0].shape == kept[1].shape and not np.array_equal(*kept)  # sums of another order
+    np.testing.assert_allclose(*kept, atol=1e-5)
+    one.update_weights(str(folder))
+    assert one.load_cache(tmp_path / "two") == saved and tokens() == expected["first"]
+
+
+def read_blocks(snapshot):
+    """The KV blocks in a snapshot's version that counts."""
+    version = snapshot / (snapshot / "CURRENT").read_text()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return np.asarray(checkpointer.restore((version / "blocks").absolute())["group_0"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("when", "victim", "by"),
+    [(when, victim, signal.SIGKILL) for when in ("start", "idle", "middle") for victim in (0, 1)]
+    + [("idle", 1, signal.SIGTERM)],
+)
+def test_a_process_that_dies_ends_the_other(folder, when, victim, by):
     run = start(folder, 2, 2, -1 if when == "idle" else 400)
     line = ""
     while not line.startswith("joined" if when == "start" else "ready"):
@@ -168,7 +244,7 @@ def test_a_process_that_dies_ends_the_other(folder, when, victim):
         assert line, "ended early"
     if when != "start":
         time.sleep(1 if when == "idle" else 8)
-    run[victim].send_signal(signal.SIGKILL)
+    run[victim].send_signal(by)
     killed = time.monotonic()
     ended = finish([run[1 - victim], run[victim]], timeout=60)
     code, out, err = ended[0]
@@ -184,6 +260,9 @@ def test_a_process_that_dies_ends_the_other(folder, when, victim):
         (("h:70000", 2, 0), "must be HOST:PORT"),
         (("h:1", 2, 2), "process 2 of 2: must be at least 2, counted from 0 to 1"),
         (("h:1", 1, 0), "process 0 of 1"),
+        (("::1:4321", 2, 0), r"as 10.0.0.1:4321 or \[fd00::1\]:4321"),
+        (("[10.0.0.1]:4321", 2, 0), "must be HOST:PORT"),
+        (("[fd00::1:4321", 2, 0), "must be HOST:PORT"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused(values, parts):
@@ -199,9 +278,7 @@ def test_hosts_that_cannot_be_are_refused(values, parts):
         (("--hosts", "h", "--process", "1", "--processes", "2"), "must be HOST:PORT"),
         (("--hosts", "auto", "--process", "1"), "leave them out"),
         (("--hosts", "auto"), "no launcher is known here"),
-        (("--hosts", "h:1", "--process", "0", "--processes", "2", "--save-cache", "d"), "are one process's"),
         # A follower ends, too, for what stands in a launcher's one command line.
-        (("--hosts", "h:1", "--process", "1", "--processes", "2", "--load-cache", "d"), "are one process's"),
         (("--hosts", "h:1", "--process", "1", "--processes", "2", "--record-text"), "needs --record FILE"),
         (("--hosts", "h:1", "--process", "1", "--processes", "2", "--top-p", "7"), "top_p"),
     ],
@@ -242,19 +319,13 @@ def test_launchers_say_which_process_this_is(monkeypatch, environment, expected)
 
 
 @pytest.mark.full
-def test_two_processes_of_a_launcher_answer_as_one(folder):
-    port = free_port()
-    variables = SLURM | {"SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
+def test_two_processes_of_a_launcher_answer_as_one(folder, tmp_path):
+    variables = SLURM | {"SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(free_ports())}
+    settings = {"runtime.tensor_parallel": 2, "cache.num_blocks": 33, "model.model": folder}
+    settings["model.max_model_len"] = 64
     command = [sys.executable, "-m", "pagedjax", "generate", "the quick brown fox", "--raw", "--ignore-eos"]
-    command += ["--max-tokens", "6", "--set", "runtime.tensor_parallel=2", "--set", "cache.num_blocks=33"]
-    command += [
-        "--set",
-        f"model.model={folder}",
-        "--set",
-        "model.max_model_len=64",
-        "--cache-dir",
-        str(folder),
-    ]
+    command += ["--max-tokens", "6", "--cache-dir", str(folder)]
+    command += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
     def start_one(extra, variables):
@@ -266,130 +337,10 @@ def test_two_processes_of_a_launcher_answer_as_one(folder):
             text=True,
         )
 
-    ((code, alone, err),) = finish([start_one([], {"JAX_NUM_CPU_DEVICES": "2"})])
-    assert code == 0 and alone, err
     own = [variables | {"JAX_NUM_CPU_DEVICES": "1", "SLURM_PROCID": str(i)} for i in range(2)]
-    first, second = finish([start_one(["--hosts", "auto"], one) for one in own])
-    assert first[:2] == (0, alone), first[2]
+    kept = str(tmp_path / "kept")
+    first, second = finish([start_one(["--hosts", "auto", "--save-cache", kept], one) for one in own])
+    ((code, alone, err),) = finish([start_one(["--load-cache", kept], {"JAX_NUM_CPU_DEVICES": "2"})])
+    assert code == 0 and alone and f"{kept}: 16 tokens can be hit" in err, err
+    assert first[:2] == (0, alone) and f"{kept}: 16 tokens saved" in first[2], first[2]
     assert second[:2] == (0, "")
-
-
-# ------------------------------------------------------------------ messages, within one process
-
-
-def pair(settings=("same", "same"), wait_s=20.0, second=(2, 1), before=lambda hosts: None):
-    """Two ends of a channel, each made by a thread; what either raised in its place.
-
-    `second` is (processes, index) as the other one has them; `before` it comes, something else may.
-    """
-    address = f"127.0.0.1:{free_port()}"
-    made = [None, None]
-
-    def make(index):
-        try:
-            hosts = Hosts(address, *((2, 0), second)[index], wait_s)
-            if index:
-                before(hosts)
-            made[index] = Channel(hosts, settings[index])
-        except ValueError as error:
-            made[index] = error
-
-    threads = [threading.Thread(target=make, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
-
-
-@pytest.fixture
-def gone(monkeypatch):
-    """Processes that a channel found gone, in place of the end of this process."""
-    found = queue.Queue()
-    monkeypatch.setattr(Channel, "_gone", lambda self, index: found.put((self.hosts.index, index)))
-    return found
-
-
-class FakeRunner:
-    """Writes down what a follower has it do."""
-
-    def __init__(self):
-        self.did, self.pools, self._params = [], "pools", "params"
-        self.copies = SimpleNamespace(warm_up=lambda pools: self.did.append(("warm", pools)) or pools)
-        self._asked = SimpleNamespace(
-            draw=lambda *args: self.did.append(("draw", *args)) or "redrawn",
-            score=lambda *args: self.did.append(("score", *args)),
-        )
-        self.prompt_scores = SimpleNamespace(_score=lambda *args: self.did.append(("prompt", *args)))
-
-    def _dispatch(self, *args):
-        self.did.append(("step", *args))
-        return SimpleNamespace(tokens="drawn", logits="logits", hidden="hidden")
-
-    def run_copies(self, copies):
-        self.did.append(("copies", copies))
-
-
-def test_a_follower_does_what_it_is_told_in_order(gone):
-    first, second = pair()
-    runner, sources = FakeRunner(), []
-    batch = SimpleNamespace(sampling="sampling")
-    draw = Led(first, "draw", lambda *args: args, slice(2, 3))
-    first.tell(("warm copies",))
-    first.tell(("copies", "plan"))
-    first.tell(("step", "bucket", batch, False))
-    assert draw("ours", "ours", "adjustments") == ("ours", "ours", "adjustments")
-    first.tell(("score",))
-    first.tell(("prompt", "at", "tokens"))
-    first.tell(("weights", "model"))
-    first.close()
-    follow(runner, second, sources.append)
-    assert runner.did == [
-        ("warm", "pools"),
-        ("copies", "plan"),
-        ("step", "bucket", batch, False),
-        ("draw", "logits", "sampling", "adjustments"),
-        ("score", "logits", "redrawn"),
-        ("prompt", "params", "hidden", "at", "tokens"),
-    ]
-    assert sources == ["model"]
-    assert first.counts()["messages"] == 8 and first.counts()["message_bytes"] > 10
-    with pytest.raises(RuntimeError, match="have been ended; start all"):
-        first.tell(("step",))
-    assert gone.empty()
-
-
-def test_a_step_that_fails_ends_the_others(gone):
-    first, _second = pair()
-    first.abandon()
-    assert gone.get(timeout=10) == (1, 0)
-    assert gone.empty()
-
-
-def test_processes_of_other_settings_or_that_never_come_are_named(gone):
-    errors = pair(settings=("one", "another"))
-    assert [type(e) for e in errors] == [ValueError] * 2
-    assert "process 1 has other settings" in str(errors[0]) and "process 0 has other" in str(errors[1])
-    errors = pair(second=(3, 2))  # of another number of processes
-    assert "process 2 has other settings" in str(errors[0]) and "process 0 has other" in str(errors[1])
-    with pytest.raises(ValueError, match=r"process 1 did not come within 0.2 s"):
-        Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 0, 0.2), "same")
-    with pytest.raises(ValueError, match=r"process 0 at 127.* is not there after 0.2 s"):
-        Channel(Hosts(f"127.0.0.1:{free_port()}", 2, 1, 0.2), "same")
-
-
-def test_a_connection_that_says_nothing_keeps_nobody_out(gone, monkeypatch):
-    strays = []
-
-    def stray(hosts):
-        while not strays:
-            with contextlib.suppress(OSError):  # process 0 does not listen yet
-                strays.append(socket.create_connection(hosts.messages))
-
-    monkeypatch.setattr("pagedjax.runtime.hosts._GREETING_S", 0.1)
-    first, second = pair(before=stray, wait_s=5.0)
-    strays.pop().close()
-    first.tell(("step",))
-    assert second.next() == ("step",)
-    first.close()
-    assert gone.empty()

@@ -95,6 +95,7 @@ requirements/parity-%.txt:
 
 parity: $(PARITY_VENV)/.installed ## compare with torch and transformers (its own environment, about 1 GB)
 	$(PARITY_VENV)/bin/pagedjax doctor --fetch-model
+	$(PARITY_VENV)/bin/python tests/parity/real_weights.py
 	$(PARITY_VENV)/bin/python -m pytest -m parity $(PYTEST_ARGS)
 
 # Sphinx and what executes notebooks, in a folder beside $(VENV): users have neither.

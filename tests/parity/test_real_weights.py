@@ -63,7 +63,9 @@ def _judge(torch, path, prompts):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers' own deprecations, not of ours
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
     tokens, scores = [], []
     for prompt in prompts:
         out = model.generate(

@@ -54,7 +54,47 @@ CONSERVE = f"{FLEET}::test_fleets_conserve"
 WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
 EXTEND = "                self._extend(state, group, max(new, 0), copies)\n"
 
+EXPERTS, PACKED = "models/test_experts.py", "models/test_dequantise.py"
+
 MUTANTS = (
+    # ------------------------------------------------------------------ experts and packed weights
+    Mutant(
+        "experts: zeros of two signs",
+        "jnp.where(scores == 0, 0.0, scores), count",
+        "scores, count",
+        (EXPERTS,),
+    ),
+    Mutant("experts: padding chooses", "jnp.where(real, ids, e.num_experts), jnp", "ids, jnp", (EXPERTS,)),
+    Mutant(
+        "experts: a tile too few", "(ends - starts + rows - 1) // rows", "(ends - starts) // rows", (EXPERTS,)
+    ),
+    Mutant(
+        "experts: bias in the weights",
+        "take_along_axis(scores, ids",
+        "take_along_axis(wanted, ids",
+        (EXPERTS,),
+    ),
+    Mutant(
+        "experts: other rows' leavings", "(turns - last[expert] + counts[expert])", "(turns % 1)", (EXPERTS,)
+    ),
+    Mutant(
+        "packed: halves swapped",
+        "_FP4[blocks & 15], _FP4[blocks >> 4]",
+        "_FP4[blocks >> 4], _FP4[blocks & 15]",
+        (PACKED,),
+    ),
+    Mutant(
+        "packed: zero points",
+        'get("checkpoint_format") == "gptq_v2" else 1',
+        'get("checkpoint_format") == "gptq_v2" else 0',
+        (PACKED,),
+    ),
+    Mutant(
+        "packed: scale of a block",
+        "np.arange(start, stop) // high - first",
+        "np.arange(stop - start) // high",
+        (PACKED,),
+    ),
     # ------------------------------------------------------------------ the manager
     Mutant("red line: shared alone", WRITABLE, "if ref[table[i]] != own", (CASES,)),
     Mutant("red line: indexed alone", WRITABLE, "if keys[table[i]] is not None", (CASES,)),

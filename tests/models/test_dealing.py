@@ -12,6 +12,7 @@ import pytest
 from pagedjax.models.dealing import Parts
 from pagedjax.models.families import leaves_of, names_for
 from pagedjax.models.formats import TensorInfo
+from pagedjax.models.mixture import Experts
 from pagedjax.models.weights import flat, read_params, restore_params, save_params
 from pagedjax.runtime.mesh import make_dealer
 from pagedjax.testing import tiny_config
@@ -20,12 +21,17 @@ LEARNED = dict(
     norm="layer", positions="learned", gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True
 )
 HEADS = dict(num_heads=8, num_kv_heads=2)
-# What differs between files: pairs side by side, [in, out] matrices, rows left out in front, ones added, fused ones.
+MIXED = dict(sinks=True, experts=Experts(5, 2, 16, layers=(False, True), router_bias=True, expert_bias=True))
+# What differs between files: pairs side by side, [in, out] matrices, rows left out in front, ones added, fused ones; a
+# tensor an expert, or all experts of a layer in one, with gate and up in turns.
 ROWS = {
     ("hf", "llama"): HEADS,
     ("gguf", "llama"): HEADS,
     ("hf", "phi3"): HEADS,
     ("hf", "gemma2"): HEADS | dict(post_norms=True, tie_embeddings=True),
+    ("hf", "mixtral"): HEADS | dict(experts=Experts(5, 2, 24)),
+    ("hf", "gpt_oss"): HEADS | MIXED,
+    ("gguf", "gpt_oss"): HEADS | MIXED,
     ("hf", "gpt2"): HEADS | dict(num_kv_heads=8, **LEARNED),
     ("hf", "opt"): HEADS | dict(num_kv_heads=8, **LEARNED),
 }
@@ -39,8 +45,9 @@ class Tensors:
         self.held, self.tensors, self.read = {}, {}, {}
         for leaf in leaves_of(config, names, tied=config.tie_embeddings):
             for part in leaf.parts:
-                self.held[part.name] = rng.standard_normal(part.shape, np.float32)
-                self.tensors[part.name] = TensorInfo(part.shape, "F32", Path("memory"))
+                if part.name not in self.held:
+                    self.held[part.name] = rng.standard_normal(part.stored_shape, np.float32)
+                    self.tensors[part.name] = TensorInfo(part.stored_shape, "F32", Path("memory"))
 
     def rows(self, name, start, stop):
         self.read[name] = self.read.get(name, 0) + stop - start

@@ -148,7 +148,7 @@ def _understood(common: Common) -> dict[str, Any]:
     facts = {
         "files": f"{read.kind}, family {config.family}",
         "sizes": (
-            f"{config.num_layers} layers of {config.d_model}, {_heads(config)}, MLP {config.d_mlp}, "
+            f"{config.num_layers} layers of {config.d_model}, {_heads(config)}, {_mlp(config)}, "
             f"vocabulary {config.vocab_size}"
             + (
                 ""
@@ -265,6 +265,17 @@ def _ranges(layers: tuple[int, ...]) -> str:
         else:
             runs.append([layer])
     return "layers " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _mlp(config: ModelConfig) -> str:
+    e = config.experts
+    if e is None:
+        return f"MLP {config.d_mlp}"
+    dense = tuple(layer for layer in range(config.num_layers) if not config.has_experts(layer))
+    text = f"{e.num_experts} experts of {e.d_expert}, {e.per_token} a token"
+    text += f" beside a shared MLP of {e.d_shared}" if e.d_shared else ""
+    text += f" (MLP {config.d_mlp} in {_ranges(dense)})" if dense else ""
+    return f"{text}, {config.active_parameters:,} of {config.num_parameters:,} parameters active"
 
 
 def _positions(config: ModelConfig) -> str:

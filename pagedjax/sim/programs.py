@@ -27,6 +27,7 @@ from pagedjax.models.config import ModelConfig
 TILE = 128  # queries of a tile, as kernels/plan.py has them
 RATES = ("s_per_row", "s_per_key", "s_per_tile", "s_per_score")
 _SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_mlp", "vocab_size")
+_MORE = ("layer_parameters", "active_layer_parameters")  # of models that are more than these widths
 _LIMITS = ("max_num_seqs", "token_budget", "chunk_tokens")
 _LEAST_STEPS = 3  # of a program, before its seconds are believed
 _ROUNDS = 40
@@ -150,9 +151,10 @@ class StepTimes:
     def differs(self, model: ModelConfig, block_size: int, scheduler: SchedulerConfig) -> str:
         """Why these are no steps of such an engine; "" where they are."""
         theirs = shape_numbers(model) | limit_numbers(scheduler) | {"block_size": block_size}
-        for name, ours in {**self.shape, **self.limits, "block_size": self.block_size}.items():
-            if ours != theirs[name]:
-                return f"its steps were measured with {name}={ours}, this has {theirs[name]}"
+        ours = {**self.shape, **self.limits, "block_size": self.block_size}
+        for name in (*ours, *(name for name in theirs if name not in ours)):
+            if ours.get(name) != theirs.get(name):
+                return f"its steps were measured with {name}={ours.get(name)}, this has {theirs.get(name)}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,7 +181,8 @@ class StepTimes:
                 row = dict(entry)
                 seconds = float(row.pop("seconds"))
                 programs[Bucket(**{name: int(value) for name, value in row.items()})] = seconds
-            shape = {name: int(given["shape"][name]) for name in _SHAPE}
+            names = (*_SHAPE, *(name for name in _MORE if name in given["shape"]))
+            shape = {name: int(given["shape"][name]) for name in names}
             limits = {name: int(given["limits"][name]) for name in _LIMITS}
             return cls(**{**given, "shape": shape, "limits": limits, "programs": programs})
         except (KeyError, TypeError) as error:
@@ -190,7 +193,8 @@ class StepTimes:
 
 def shape_numbers(model: ModelConfig) -> dict[str, int]:
     """What of a model its step times depend on."""
-    return {name: int(getattr(model, name)) for name in _SHAPE}
+    more = () if model.experts is None and model.latent is None else _MORE
+    return {name: int(getattr(model, name)) for name in (*_SHAPE, *more)}
 
 
 def limit_numbers(scheduler: SchedulerConfig) -> dict[str, int]:

@@ -179,3 +179,26 @@ def test_parameters_are_counted_whole_active_and_as_a_step_reads_them():
     assert config.read_layer_parameters(2) == pytest.approx(beside + 8 * one * (1 - 0.75**2))
     assert config.read_layer_parameters(1000) == pytest.approx(config.layer_parameters)
     assert config.active_parameters == config.active_layer_parameters + config.vocab_size * config.d_model
+
+
+def test_step_times_of_one_mixture_do_not_serve_another():
+    """Their widths are the same; what a step reads and multiplies is not."""
+    from pagedjax.config import SchedulerConfig
+    from pagedjax.engine.shapes import Bucket
+    from pagedjax.sim.programs import StepTimes, limit_numbers, shape_numbers
+
+    limits, plain = SchedulerConfig(), tiny_config()
+    mixed = tiny_config(experts=Experts(8, 2, 20))
+    shapes = [plain, mixed, replace(mixed, experts=replace(mixed.experts, per_token=3))]
+
+    def times(model):
+        rates = dict(s_per_row=0.0, s_per_key=0.0, s_per_tile=0.0, s_per_score=0.0)
+        made = StepTimes(
+            programs={Bucket(8, 8, 8, 8): 1.0}, shape=shape_numbers(model), limits=limit_numbers(limits), block_size=16,
+            dtype="float32", implementation="xla", device="cpu", **rates,
+        )  # fmt: skip
+        return StepTimes.from_dict(made.to_dict())
+
+    for ours in shapes:
+        for theirs in shapes:
+            assert bool(times(ours).differs(theirs, 16, limits)) == (ours != theirs)

@@ -23,6 +23,7 @@ from pagedjax import __version__
 COMMANDS = {
     "demo": "pagedjax.cli.demo",
     "generate": "pagedjax.cli.generate",
+    "compare": "pagedjax.cli.compare",
     "bench": "pagedjax.cli.bench",
     "compile": "pagedjax.cli.compile",
     "doctor": "pagedjax.cli.doctor",

@@ -145,10 +145,7 @@ def command(
     if hosts is not None and hosts.index:
         common.llm(hosts=hosts).follow()
         return
-    jobs = [
-        *_typed(prompts, chat, system),
-        *(job for file in files for job in _from_file(Path(file), chat, system)),
-    ]
+    jobs = jobs_of(prompts, files, chat, system)
     if not jobs:
         raise click.UsageError('no prompt; give one as an argument, --file FILE, or "-" for stdin')
     from pagedjax.cache import ExtraKeys
@@ -161,7 +158,7 @@ def command(
     arguments = _template_args(template_args)
     if arguments and not any("messages" in job for job in jobs):
         raise ValueError("--template-arg: needs a chat prompt; leave out --raw")
-    prompts_ids = [_encode(llm, job, arguments) for job in jobs]
+    prompts_ids = [encoded(llm, job, arguments) for job in jobs]
     if load_cache is not None:
         common.note(f"{load_cache}: {llm.load_cache(load_cache)} tokens can be hit")
     if stream is None:
@@ -249,6 +246,14 @@ def _print_outputs(
         common.note(summary(output))
 
 
+def jobs_of(
+    prompts: tuple[str, ...], files: Sequence[str], chat: bool, system: str | None = None
+) -> list[dict[str, Any]]:
+    """What to complete: prompts as typed ("-" is stdin), then those of the files; each as in a .jsonl file."""
+    from_files = (job for file in files for job in _from_file(Path(file), chat, system))
+    return [*_typed(prompts, chat, system), *from_files]
+
+
 def _typed(prompts: tuple[str, ...], chat: bool, system: str | None) -> list[dict[str, Any]]:
     return [_job(_stdin() if prompt == "-" else prompt, chat, system) for prompt in prompts]
 
@@ -324,7 +329,8 @@ def _check_text(where: str, text: Any) -> None:
         raise ValueError(f"{where}: is not UTF-8 text; convert it first") from None
 
 
-def _encode(llm: LLM, job: dict[str, Any], template_args: dict[str, Any]) -> list[int]:
+def encoded(llm: LLM, job: dict[str, Any], template_args: dict[str, Any]) -> list[int]:
+    """The token ids of an object of `jobs_of`."""
     if "messages" in job:
         return llm.encode_chat(job["messages"], template_args=template_args)
     return llm.encode(job.get("prompt") or job["token_ids"])

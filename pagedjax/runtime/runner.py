@@ -425,6 +425,17 @@ class JaxRunner:
                     on_done(bucket)
 
     @property
+    def dtype(self) -> str:
+        """Of the weights, as `model.dtype` names it."""
+        return str(jax.tree.leaves(self._params)[0].dtype)
+
+    def program_of(self, plan: StepPlan[Any]) -> str:
+        """What computes a plan, for people."""
+        if self.deterministic:
+            return f"slices of {SLICE_TOKENS} rows"
+        return str(self.buckets.smallest(plan))
+
+    @property
     def programs(self) -> tuple[Bucket, ...]:
         """The shapes that steps are computed in."""
         return (SLICE,) if self.deterministic else self.buckets.ladder

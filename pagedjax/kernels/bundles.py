@@ -1,6 +1,7 @@
 """What a TPU kernel costs by its own machine code: VLIW bundles per chunk of keys and per row, beside the HBM floor.
 
     python -m pagedjax.kernels.bundles --target v5e --heads 32 8 128 --block-size 16
+    python -m pagedjax.kernels.bundles --target v6e --latent 128 512 64 --kind decode --kind prefill
 
 libtpu can write the final bundles of every program it compiles; a bundle is one issue cycle. A kernel's loop over
 chunks is found in that listing, and of all ways round it the cheapest is taken that starts the copies of one whole
@@ -223,6 +224,7 @@ def measure(
     kind: str,
     dump: Path,
     tuning: Tuning = PACKAGED,
+    latent_dim: int = 0,
 ) -> dict[str, Any]:
     """Compile one kernel of one shape and count; libtpu must have been told to dump into `dump`.
 
@@ -230,13 +232,14 @@ def measure(
         kind: "decode", "prefill" (tiles of up to 128 queries), "short" (up to 16 queries) or "shared" (a prefix that 16
             rows share).
         tuning: Sizes of the kernel's pieces, before those of the package.
+        latent_dim: Lanes of a latent key that are its value; `heads` are then (N, 1, lanes of the key).
     """
     from pagedjax.kernels import aot
     from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, Sizes, Tiling, chip
 
     for file in dump.glob("*"):
         file.unlink()
-    geometry = aot.Geometry(*heads, block_size, dtype)
+    geometry = aot.Geometry(*heads, block_size, dtype, latent_dim)
     layout = geometry.layout()
     with aot.tracing_for(target):
         batch = aot.abstract_batch(block_size, 1, 1, 1, block_size, tuning=tuning)
@@ -278,6 +281,8 @@ def measure(
         "hbm_floor_cycles": round(floor),
         "of_floor": found.total * 256 / chunk / floor,
     }
+    if latent_dim:  # the lanes in use, of those that are stored and fetched
+        row["hbm_floor_used_cycles"] = round(floor * layout.used_width / layout.width)
     if kind == "prefill":
         row["bundles_per_32_queries"] = round(found.total * 256 / chunk * 32 / queries)
     if public := PUBLIC.get(heads, {}).get(kind):
@@ -293,6 +298,8 @@ def _text(row: dict[str, Any]) -> str:
     )
     if row["kind"] != "decode":
         text += f" of {row['queries']} queries"
+    if "hbm_floor_used_cycles" in row:
+        text += f"; {row['hbm_floor_used_cycles']} cycles for the lanes in use"
     if "bundles_per_32_queries" in row:
         text += f"; {row['bundles_per_32_queries']} per 32 queries x 256 keys"
     if "public_kernel" in row:
@@ -305,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="VLIW bundles of the TPU decode kernel per chunk of keys.")
     parser.add_argument("--target", default="v5e", help="v5e, v6e, v4, v5p or tpu7x  [default: v5e]")
     parser.add_argument("--heads", nargs=3, type=int, action="append", metavar=("N", "K", "H"))
+    parser.add_argument("--latent", nargs=3, type=int, action="append", metavar=("N", "RANK", "ROPE"))
     parser.add_argument("--block-size", type=int, action="append")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -321,19 +329,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    shapes = args.heads or [[32, 8, 128], [9, 3, 64]]
+    shapes = [(tuple(heads), 0) for heads in args.heads or []]
+    shapes += [((n, 1, rank + rope), rank) for n, rank, rope in args.latent or []]
+    shapes = shapes or [((32, 8, 128), 0), ((9, 3, 64), 0)]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         # Read by libtpu when it is loaded, hence a process of its own.
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        for heads in shapes:
+        for heads, latent in shapes:
             for block_size in args.block_size or [16, 64, 128]:
                 for kind, chunk in itertools.product(args.kind or ["decode"], args.chunk_tokens or [None]):
                     tables = [{"kernel": "pallas_tpu", "chunk_tokens": chunk}] if chunk else []
                     tuning = Tuning.parse({"sizes": tables}, "--chunk-tokens")
-                    shape = (args.target, tuple(heads), block_size, args.dtype)
-                    row = measure(*shape, kind, Path(folder), tuning)
+                    shape = (args.target, heads, block_size, args.dtype)
+                    row = measure(*shape, kind, Path(folder), tuning, latent)
                     rows.append(row)
                     if not args.json:
                         print(_text(row), flush=True)

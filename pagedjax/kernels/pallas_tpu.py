@@ -8,6 +8,8 @@ pool's own [tokens, K*H] rows serves all heads. Prefill entries are up to 128 to
 by head; their queries come and their outputs go by DMA, from and to the flat arrays of all tokens, so that nothing
 is padded to tiles outside of the chip. Entries of a shared prefix are up to 128 rows of a group in the place of
 the tokens, without a causal mask. Head dims and head counts need no padding, since heads are slices of lanes.
+
+Latent rows are one key for all heads: tokens' heads are rows of one product as they lie, and are padded to sixteens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel
 from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
+HEADS_OF_A_LATENT = 16  # a bfloat16 tile's sublanes
+
 
 def attend(
     q: jax.Array,
@@ -43,7 +47,7 @@ def attend(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
+    """(o f[T, N, Hv], lse f32[T, N]) of `paged_attention`.
 
     Args:
         tiling: Sizes of the kernel's pieces; None takes the tuning table's, as far as they fit chip and shape.
@@ -54,7 +58,13 @@ def attend(
             buffers do not fit the chip.
     """
     _check(pool, interpret)
-    T, N, H = q.shape
+    heads = q.shape[1]
+    if pool.layout.latent_dim:
+        more = -heads % HEADS_OF_A_LATENT
+        q = jnp.pad(q, ((0, 0), (0, more), (0, 0)))
+        sinks = None if sinks is None else jnp.pad(sinks, (0, more))
+    T, N, _ = q.shape
+    H = pool.layout.value_dim
     Sd = ragged.decode_bucket
     params = xla.Params(scale, window, soft_cap)
     tiling = (tiling or Tiling()).filled(ragged.sizes("pallas_tpu", pool.layout, N))
@@ -73,6 +83,7 @@ def attend(
         first = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
         out = out.at[:Sd].set(jnp.where(first[..., None], rows.astype(out.dtype), out[:Sd]))
         lse = lse.at[:Sd].set(jnp.where(first, row_lse, lse[:Sd]))
+    out, lse = out[:, :heads], lse[:, :heads]
     out = jnp.where(live[:, None, None], out, 0).astype(q.dtype)
     # A sum is NEG where nothing is seen, and only there.
     return out, jnp.where(live[:, None] & (lse != NEG), lse, -jnp.inf)
@@ -84,8 +95,6 @@ def _check(pool: KVPool, interpret: Any) -> None:
         raise NotImplementedError(f"platform={device_class()}: must be a TPU; use 'xla' here")
     if layout.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"dtype={layout.dtype}: must be float32 or bfloat16 on TPU")
-    if layout.latent_dim:
-        raise NotImplementedError(f"latent_dim={layout.latent_dim}: values within keys are not read yet")
     if layout.block_size < SUBLANES:
         raise NotImplementedError(f"block_size={layout.block_size}: must be at least {SUBLANES}")
 
@@ -148,7 +157,7 @@ def _decode(q: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
         outs.append(_decode_rows(diagonal[at], call.rows(first, last), entry, count, call, shape))
     out, lse = (jnp.concatenate(parts) for parts in zip(*outs, strict=True))
     live = jnp.arange(Sd) < ragged.num_decodes
-    out = jnp.where(live[:, None, None], out[:, 0, :N], 0).reshape(Sd, K, N // K, H)
+    out = jnp.where(live[:, None, None], out[:, 0, :N], 0).reshape(Sd, K, N // K, -1)
     lse = jnp.where(live[:, None], lse[:, 0, :N], NEG).reshape(Sd, K, N // K)
     return out, lse, jnp.where(lse != NEG, 1.0, 0.0)
 
@@ -168,10 +177,10 @@ def _decode_rows(
         count: i32[], entries.
 
     Returns:
-        (normalised f32[W, 1, R, H], lse f32[W, 1, R], NEG where nothing is seen); undefined from count on.
+        (normalised f32[W, 1, R, Hv], lse f32[W, 1, R], NEG where nothing is seen); undefined from count on.
     """
     W, _, R, lanes = q.shape
-    H = shape.head_dim
+    H = shape.value_dim
     chunks = _chunks(shape, *entry[1:])
     work = _deal(chunks, count, shape.cores)
     scalars = (*entry, *chunks, work.bounds, rows)
@@ -188,7 +197,7 @@ def _decode_rows(
                 pl.BlockSpec((None, 1, R, H), work.written(4, W)),
                 pl.BlockSpec((None, 1, R, LANES), work.written(4, W)),
             ],
-            scratch_shapes=_state_scratch(call, shape, 1, R, lanes),
+            scratch_shapes=_state_scratch(call, shape, 1, R),
         ),
         out_shape=[jax.ShapeDtypeStruct((W + work.spare, 1, R, n), jnp.float32) for n in (H, LANES)],
         compiler_params=call.compiler_params(shape),
@@ -258,7 +267,7 @@ def _chunks(
 
 
 def _prefill(q: jax.Array, call: _Call, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H] in the pool's dtype, lse f32[T, N], NEG where nothing is seen) of the tokens of longer rows.
+    """(o f[T, N, Hv] in the pool's dtype, lse f32[T, N], NEG where nothing is seen) of the tokens of longer rows.
 
     Whole tiles first, then what is left of rows in short entries, so that a row of a few queries does not pay for a
     tile. Other tokens' results are undefined.
@@ -299,7 +308,7 @@ def _prefill(q: jax.Array, call: _Call, sinks: jax.Array | None) -> tuple[jax.Ar
 def _shared_prefixes(q: jax.Array, call: _Call) -> list[xla.State]:
     """The state of the decode rows over the shared chunks of each of their groups, [Sd, K, G, …]."""
     ragged = call.ragged
-    work, (N, H), K = ragged.decode_list(call.params.window), q.shape[1:], call.pool.layout.num_kv_heads
+    work, N, K = ragged.decode_list(call.params.window), q.shape[1], call.pool.layout.num_kv_heads
     num_groups, Sd = work.group_rows.shape
     if not num_groups:
         return []
@@ -310,7 +319,7 @@ def _shared_prefixes(q: jax.Array, call: _Call) -> list[xla.State]:
         some = slice(first, last)
         out, lse = _groups(q, some, room, call, shape)
         for i, rows in enumerate(work.group_rows[some]):
-            state = (out[i].reshape(-1, K, N // K, H), lse[i].reshape(-1, K, N // K))
+            state = (out[i].reshape(-1, K, N // K, out.shape[-1]), lse[i].reshape(-1, K, N // K))
             states.append(xla.of_rows(rows, (*state, jnp.where(state[1] != NEG, 1.0, 0.0))))
     return states
 
@@ -318,7 +327,7 @@ def _shared_prefixes(q: jax.Array, call: _Call) -> list[xla.State]:
 def _groups(
     q: jax.Array, some: slice, room: int, call: _Call, shape: TpuShape
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f32[g, room * tile, N, H], lse f32[g, room * tile, N]) of some groups' rows, side by side."""
+    """(o f32[g, room * tile, N, Hv], lse f32[g, room * tile, N]) of some groups' rows, side by side."""
     ragged, tile = call.ragged, shape.tile
     work, N = ragged.decode_list(call.params.window), q.shape[1]
     group_rows = work.group_rows[some]
@@ -338,7 +347,7 @@ def _groups(
     out, lse = _tile_entries(queries, rows, entry, upto[-1], None, None, call, shape)
     # Entries lie side by side; tiles without one are read from another's, and no row is there.
     of_group = jnp.minimum((upto - tiles)[:, None] + jnp.arange(room)[None, :], count * room - 1)
-    return out.reshape(count, room * tile, *q.shape[1:]), lse[of_group].reshape(count, room * tile, N)
+    return out.reshape(count, room * tile, *out.shape[1:]), lse[of_group].reshape(count, room * tile, N)
 
 
 # ---- tiles of queries ------------------------------------------------------------------------------------
@@ -359,21 +368,25 @@ def _tile_entries(
     Args:
         q: f[T, N, H].
         count: i32[], entries.
-        out: f[T, N, H], what earlier calls wrote; None is the first call.
+        out: f[T, N, Hv], what earlier calls wrote; None is the first call.
 
     Returns:
         (`out` with the entries' tokens written, lse f32[W, tile, N]).
     """
     T, N, H = q.shape
-    tile, G = shape.tile, shape.heads_per_kv
+    tile, G, Hv = shape.tile, shape.heads_per_kv, shape.value_dim
     K, R, W = N // G, tile * G, entry[0].shape[0]
     chunks = _chunks(shape, *entry[1:4])
     work = _deal(chunks, count, shape.cores)
     scalars = (*entry, *chunks, work.bounds, rows)
     arrays, specs = [q, call.pool.data], [pl.BlockSpec(memory_space=pl.ANY)] * 2
     if sinks is not None:
-        by_row = jnp.repeat(sinks.astype(jnp.float32).reshape(K, 1, G), SHORT_QUERIES, axis=2)
-        by_row = jnp.broadcast_to(by_row, (K, tile // SHORT_QUERIES, G * SHORT_QUERIES)).reshape(K, R, 1)
+        by_row = sinks.astype(jnp.float32).reshape(K, 1, G)
+        if shape.latent_dim:
+            by_row = jnp.broadcast_to(by_row, (K, tile, G)).reshape(K, R, 1)
+        else:
+            by_row = jnp.repeat(by_row, SHORT_QUERIES, axis=2)
+            by_row = jnp.broadcast_to(by_row, (K, tile // SHORT_QUERIES, G * SHORT_QUERIES)).reshape(K, R, 1)
         arrays.append(jnp.broadcast_to(by_row, (K, R, LANES)))
         specs.append(pl.BlockSpec((K, R, LANES), lambda *_: (0, 0, 0)))
     aliases = {}
@@ -383,6 +396,14 @@ def _tile_entries(
         specs.append(pl.BlockSpec(memory_space=pl.ANY))
     dtype = call.pool.data.dtype
     out_dtype = dtype if shape.causal else jnp.float32
+    relaid = (
+        ()
+        if shape.latent_dim
+        else (
+            pltpu.VMEM((K, R, H), dtype),
+            pltpu.VMEM((-(-H // LANES) * tile * shape.padded_heads, LANES), jnp.float32),
+        )
+    )
     name = "paged_prefill" if tile > SHORT_QUERIES else "paged_prefill_short"
     out, lse = pl.pallas_call(
         functools.partial(tile_kernel, shape=shape, has_out=out is not None),
@@ -395,16 +416,15 @@ def _tile_entries(
                 pl.BlockSpec((None, K, R), work.written(3, W)),
             ],
             scratch_shapes=[
-                *_state_scratch(call, shape, K, R, H),
+                *_state_scratch(call, shape, K, R),
                 pltpu.VMEM((2, tile, N, H), dtype),
-                pltpu.VMEM((tile, N, H), out_dtype),
-                pltpu.VMEM((K, R, H), dtype),
-                pltpu.VMEM((-(-H // LANES) * tile * shape.padded_heads, LANES), jnp.float32),
+                pltpu.VMEM((tile, N, Hv), out_dtype),
+                *relaid,
                 pltpu.SemaphoreType.DMA((3,)),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((T, N, H), out_dtype),
+            jax.ShapeDtypeStruct((T, N, Hv), out_dtype),
             jax.ShapeDtypeStruct((W + work.spare, K, R), jnp.float32),
         ],
         input_output_aliases=aliases,
@@ -412,6 +432,8 @@ def _tile_entries(
         interpret=call.interpret,
         name=name if shape.causal else "paged_shared",
     )(*scalars, *arrays)
+    if shape.latent_dim:
+        return out, lse[:W].reshape(W, tile, N)
     # Rows lie as (16 tokens, head of the group, token).
     lse = lse[:W].reshape(W, K, tile // SHORT_QUERIES, G, SHORT_QUERIES).transpose(0, 2, 4, 1, 3)
     return out, lse.reshape(W, tile, N)
@@ -420,7 +442,7 @@ def _tile_entries(
 # ---- what all are made of -------------------------------------------------------------------------------
 
 
-def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int, lanes: int) -> list[Any]:
+def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int) -> list[Any]:
     """Two chunks of keys and values, their semaphores, which of them is next, and the state of the online softmax."""
     layout = call.pool.layout
     return [
@@ -429,5 +451,5 @@ def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int, lanes: int)
         pltpu.SMEM((1,), jnp.int32),
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, LANES), jnp.float32),
-        pltpu.VMEM((parts, R, lanes), jnp.float32),
+        pltpu.VMEM((parts, R, shape.summed_lanes), jnp.float32),
     ]

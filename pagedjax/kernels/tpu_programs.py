@@ -76,7 +76,7 @@ def decode_kernel(
         m_ref[...] = jnp.full_like(m_ref, NEG)
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        _walk(entries, place, q_ref, pool_ref, scratch, shape)
+        _walk(entries, place, lambda part: q_ref[part], pool_ref, scratch, shape)
         m, l, acc = m_ref[0], jnp.sum(l_ref[0], axis=1, keepdims=True), acc_ref[0]
         R, H = o_ref.shape[1:]
         row = lax.broadcasted_iota(jnp.int32, (R, H), 0) // shape.heads_per_kv
@@ -99,7 +99,9 @@ def tile_kernel(
     """Queries side by side in the flat array of all: neighbours of one row, or the rows that share a prefix."""
     inputs = shape.sinks + has_out  # `out` itself is the same memory as out_hbm
     sink_ref = refs[0] if shape.sinks else None
-    out_hbm, lse_ref, *scratch, q_in, o_buffer, q_rows, stage, sems = refs[inputs:]
+    out_hbm, lse_ref, *scratch = refs[inputs:]
+    scratch, (q_in, o_buffer, *relaid, sems) = scratch[:6], scratch[6:]
+    q_rows, stage = relaid or (None, None)
     entries = Entries(table, first_pos, stop, first_key, first, last, bounds, rows)
     place = _place(bounds, shape)
     arrays = _TileArrays(q_hbm, out_hbm, lse_ref, sink_ref, q_in, o_buffer, q_rows, stage, sems)
@@ -109,7 +111,11 @@ def tile_kernel(
 
 @dataclass(frozen=True)
 class _TileArrays:
-    """What a tile's queries come from and go to: flat arrays in HBM, and in VMEM what lies between."""
+    """What a tile's queries come from and go to: flat arrays in HBM, and in VMEM what lies between.
+
+    Of latent rows there is one key for all heads: queries are multiplied token by token, as they come, and q_rows and
+    stage, in which they are laid head by head, are None.
+    """
 
     q_hbm: Any
     out_hbm: Any
@@ -135,7 +141,7 @@ def _work_tile(
     q_hbm, out_hbm, sems = arrays.q_hbm, arrays.out_hbm, arrays.sems
     q_in, q_rows, stage, o_buffer = arrays.q_in, arrays.q_rows, arrays.stage, arrays.o_buffer
     _, _, _, m_ref, l_ref, acc_ref = scratch
-    w, H, G = place.entry, shape.head_dim, shape.heads_per_kv
+    w, H, G, tile = place.entry, shape.head_dim, shape.heads_per_kv, shape.tile
     K, T = shape.num_heads // G, q_hbm.shape[0]
 
     def pieces(entry: Any, act: Callable[[Any, Any, int], None]) -> None:
@@ -195,7 +201,8 @@ def _work_tile(
                 head = stage[of_head(part, sub, n), :][:, : lanes.stop - lanes.start]
                 q_rows[n // G, of_group(sub, n), lanes] = head.astype(q_rows.dtype)
 
-    lax.fori_loop(0, shape.tile // SHORT_QUERIES, lay_down, None)
+    if not shape.latent_dim:
+        lax.fori_loop(0, tile // SHORT_QUERIES, lay_down, None)
     if arrays.sink_ref is None:
         m_ref[...] = jnp.full_like(m_ref, NEG)
         l_ref[...] = jnp.zeros_like(l_ref)
@@ -204,7 +211,11 @@ def _work_tile(
         m_ref[...] = arrays.sink_ref[...]
         l_ref[...] = jnp.where(lax.broadcasted_iota(jnp.int32, l_ref.shape, 2) == 0, 1.0, 0.0)
     acc_ref[...] = jnp.zeros_like(acc_ref)
-    _walk(entries, place, q_rows, pool_ref, scratch, shape)
+
+    def rows_of(part: int) -> jax.Array:
+        return q_in[slot].reshape(tile * G, H) if shape.latent_dim else q_rows[part]
+
+    _walk(entries, place, rows_of, pool_ref, scratch, shape)
 
     for part in range(K):
         m, l = m_ref[part], jnp.sum(l_ref[part], axis=1, keepdims=True)
@@ -231,15 +242,27 @@ def _work_tile(
                 token = stage[of_token(part, sub, t), : lanes.stop - lanes.start]
                 o_buffer[sub * SHORT_QUERIES + t, :, lanes] = token.astype(o_buffer.dtype)
 
-    lax.fori_loop(0, shape.tile // SHORT_QUERIES, take_up, None)
+    if shape.latent_dim:
+        o_buffer[...] = acc_ref[0].reshape(o_buffer.shape).astype(o_buffer.dtype)
+    else:
+        lax.fori_loop(0, tile // SHORT_QUERIES, take_up, None)
     outputs(w, "start")
     pl.when(w + 1 == place.end)(lambda: outputs(w, "wait"))
 
 
 def _walk(
-    entries: Entries, place: EntryPlace, q_ref: Any, pool_ref: Any, scratch: Any, shape: TpuShape
+    entries: Entries,
+    place: EntryPlace,
+    queries_of: Callable[[int], jax.Array],
+    pool_ref: Any,
+    scratch: Any,
+    shape: TpuShape,
 ) -> None:
-    """Works the chunks of this program's entry, fetching one ahead, the core's next entry's first at the end."""
+    """Works the chunks of this program's entry, fetching one ahead, the core's next entry's first at the end.
+
+    Args:
+        queries_of: Number of a part → its rows of queries.
+    """
     buffers, sems, slot_ref, m_ref, l_ref, acc_ref = scratch
     w, end = place.entry, place.end
     first, last = entries.first_chunk[w], entries.last_chunk[w]
@@ -313,7 +336,7 @@ def _walk(
                 _clear_unseen_values(buffer, start, first_pos, stop, shape)
             kv = buffer[...].reshape(shape.chunk, -1)
             seen = functools.partial(_seen, start, first_pos, first_key, shape) if masked else None
-            _work_chunk(kv, q_ref, m_ref, l_ref, acc_ref, seen, shape)
+            _work_chunk(kv, queries_of, m_ref, l_ref, acc_ref, seen, shape)
 
         pl.when(at_an_end)(lambda: work(True))
         pl.when(jnp.logical_not(at_an_end))(lambda: work(False))
@@ -326,13 +349,14 @@ def _clear_unseen_values(
     buffer: Any, start: jax.Array, first_pos: jax.Array, stop: jax.Array, shape: TpuShape
 ) -> None:
     """Zeroes values in the buffer that no query sees: those slots may hold NaN, and 0 * NaN is NaN."""
-    values = buffer[:, :, shape.kv_width : 2 * shape.kv_width]
+    first, lanes = shape.values
+    values = buffer[:, :, first : first + lanes]
     block = lax.broadcasted_iota(jnp.int32, values.shape, 0)
     pos = start + block * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
     written = pos < stop
     if shape.window is not None:
         written &= pos > first_pos - shape.window
-    buffer[:, :, shape.kv_width : 2 * shape.kv_width] = jnp.where(written, values, jnp.zeros_like(values))
+    buffer[:, :, first : first + lanes] = jnp.where(written, values, jnp.zeros_like(values))
 
 
 def _seen(
@@ -346,7 +370,11 @@ def _seen(
     query = first_pos
     if shape.tile and shape.causal:
         row = lax.broadcasted_iota(jnp.int32, dims, 0)
-        query = first_pos + row // (SHORT_QUERIES * shape.heads_per_kv) * SHORT_QUERIES + row % SHORT_QUERIES
+        if shape.latent_dim:
+            query = first_pos + row // shape.heads_per_kv
+        else:
+            of_sub = SHORT_QUERIES * shape.heads_per_kv
+            query = first_pos + row // of_sub * SHORT_QUERIES + row % SHORT_QUERIES
     seen = (pos <= query) & (pos >= first_key)
     if shape.window is not None:
         seen &= pos > query - shape.window
@@ -359,26 +387,34 @@ def _wide(x: jax.Array, lanes: int) -> jax.Array:
 
 
 def _work_chunk(
-    kv: jax.Array, q_ref: Any, m_ref: Any, l_ref: Any, acc_ref: Any, seen: Any, shape: TpuShape
+    kv: jax.Array,
+    queries_of: Callable[[int], jax.Array],
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+    seen: Any,
+    shape: TpuShape,
 ) -> None:
     """One online-softmax step of every part over kv [chunk, width].
 
     Maxima lie in all lanes and sums lane by lane, so that no step turns a column into lanes. A part's value product
     waits until the next part's scores are under way.
     """
-    parts, R, lanes = q_ref.shape
+    parts, R, summed = acc_ref.shape
+    lanes = shape.head_dim if shape.tile else shape.kv_width
     precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
     dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32, precision=precision)
     mask = None if seen is None else seen((R, shape.chunk))
 
     def add_values(part: int, p: jax.Array, shrink: jax.Array) -> None:
-        v = kv[:, shape.kv_width + part * lanes : shape.kv_width + (part + 1) * lanes]
-        acc_ref[part] = _wide(shrink, lanes) * acc_ref[part] + dot(p, v, (((1,), (0,)), ((), ())))
+        first = shape.values[0] + part * summed
+        v = kv[:, first : first + summed]
+        acc_ref[part] = _wide(shrink, summed) * acc_ref[part] + dot(p, v, (((1,), (0,)), ((), ())))
 
     waiting: tuple[int, jax.Array, jax.Array] | None = None
     for part in range(parts):
         k = kv[:, part * lanes : (part + 1) * lanes]
-        s = dot(q_ref[part], k, (((1,), (1,)), ((), ()))) * shape.scale
+        s = dot(queries_of(part), k, (((1,), (1,)), ((), ()))) * shape.scale
         if shape.soft_cap is not None:
             s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
         if mask is not None:

@@ -95,6 +95,21 @@ class TpuShape:
     sinks: bool
     cores: int = 1
     causal: bool = True  # else the entry's queries are of rows that share their keys, and all see all
+    latent_dim: int = 0  # above 0: the value is the first so many lanes of the one key
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim or self.head_dim
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """(first lane of the values in a token's row, lanes of all of them)."""
+        return (0, self.latent_dim) if self.latent_dim else (self.kv_width, self.kv_width)
+
+    @property
+    def summed_lanes(self) -> int:
+        """Lanes of a part's sum of values."""
+        return self.value_dim if self.tile else self.values[1]
 
     @property
     def chunk(self) -> int:
@@ -128,6 +143,7 @@ class Sizes:
             layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
             layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
             params.scale, params.window, params.soft_cap, self.sinks and tile > 0, self.chip.num_cores,
+            latent_dim=layout.latent_dim,
         )  # fmt: skip
 
     def shared(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
@@ -176,17 +192,19 @@ class Sizes:
             sublanes = SUBLANES * 4 // itemsize
             return -(-rows // sublanes) * sublanes * -(-columns // LANES) * LANES * itemsize
 
+        summed = shape.summed_lanes
         total = 2 * shape.chunk * self.layout.width * item
-        total += parts * (2 * tiled(rows, LANES, 4) + tiled(rows, lanes, 4)) + 3 * tiled(rows, shape.chunk, 4)
+        total += parts * (2 * tiled(rows, LANES, 4) + tiled(rows, summed, 4)) + 3 * tiled(
+            rows, shape.chunk, 4
+        )
         if not shape.tile:
             return total + 2 * (
-                tiled(rows, lanes, item) + tiled(rows, shape.head_dim, 4) + tiled(rows, LANES, 4)
+                tiled(rows, lanes, item) + tiled(rows, shape.value_dim, 4) + tiled(rows, LANES, 4)
             )
-        out = tiled(shape.num_heads, lanes, item if shape.causal else 4)
-        total += shape.tile * (2 * tiled(shape.num_heads, lanes, item) + out) + parts * tiled(
-            rows, lanes, item
-        )
-        total += tiled(shape.tile * shape.padded_heads, lanes, 4) + 2 * tiled(parts, rows, 4)
+        out = tiled(shape.num_heads, summed, item if shape.causal else 4)
+        total += shape.tile * (2 * tiled(shape.num_heads, lanes, item) + out) + 2 * tiled(parts, rows, 4)
+        if not shape.latent_dim:  # whose queries are multiplied as they come
+            total += parts * tiled(rows, lanes, item) + tiled(shape.tile * shape.padded_heads, lanes, 4)
         return total + (parts * tiled(rows, LANES, 4) if shape.sinks else 0)
 
     def vmem_limit_bytes(self, shape: TpuShape) -> int:

@@ -109,6 +109,29 @@ def test_F061_wide_heads_compile_on_every_tpu(target, heads, dtype):
     assert report.num_kernels >= 2 and report.kernel_bytes < report.limits.on_chip_bytes, report
 
 
+LATENT = aot.Geometry(128, 1, 576, 16, "bfloat16", 512)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(name, marks=[needs(name), *([] if name == "v6e" else [pytest.mark.full])])
+        for name in ("v6e", "v5p", "v5e")
+    ],
+)
+def test_latent_rows_compile_in_place(target):
+    """DeepSeek's: 128 heads over one row of 512 + 64 lanes, decode and prefill."""
+    report = aot.compile_attention(target, LATENT, prefill_tokens=64)
+    assert report.in_place and report.num_kernels == 3, report
+    assert report.kernel_bytes < report.limits.on_chip_bytes
+
+
+@needs("h100")
+def test_latent_rows_are_refused_by_name_for_hopper():
+    with pytest.raises(NotImplementedError, match="latent_dim=512: values within keys are not read"):
+        aot.compile_attention("h100", LATENT)
+
+
 @needs("h100")
 def test_mixed_step_of_wide_heads_compiles_for_hopper():
     geometry = aot.Geometry(8, 1, 256, 16, "bfloat16")

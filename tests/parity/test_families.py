@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parity
 
 GOLDENS = Path(__file__).resolve().parent.parent / "models" / "families.json"
 PROMPT, STEPS, VOCAB = 24, 32, 96
-LONG, CLOSE = 64, 2e-5  # steps and distance of families with experts
+LONG, CLOSE = 64, 2e-5  # steps and distance of families with experts or latent attention
 
 _COMMON = dict(
     vocab_size=VOCAB,
@@ -34,13 +34,27 @@ _COMMON = dict(
 _GATED_ONLY = ("intermediate_size", "num_key_value_heads", "rms_norm_eps")  # GPT-2 and OPT know none of them
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 
-_LONGROPE = dict(
-    rope_type="longrope",
-    rope_theta=10000.0,
-    original_max_position_embeddings=100,
-    short_factor=[1.0, 1.1, 1.5, 2.0],
-    long_factor=[1.0, 1.7, 4.0, 9.0],
-)
+_YARN = dict(rope_type="yarn", rope_theta=1000.0, original_max_position_embeddings=32, beta_fast=16.0)
+
+
+def _latent(q_rank, rank, nope, rope, value):
+    """Widths of latent attention in three layers."""
+    return dict(
+        q_lora_rank=q_rank,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+    )
+
+
+def _mixture(count, per_token, width, **changes):
+    """Experts in the last two layers, one of them shared."""
+    sizes = dict(n_routed_experts=count, num_experts_per_tok=per_token, moe_intermediate_size=width)
+    return dict(sizes, first_k_dense_replace=1, n_shared_experts=1) | changes
+
 
 # Each row: model_type and what differs from the common sizes.
 FAMILIES = {
@@ -88,28 +102,6 @@ FAMILIES = {
     ),
     "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=_ROPE)),
     "phi3": ("phi3", dict(sliding_window=9, rope_parameters=_ROPE)),
-    "phi3_short": ("phi3", dict(original_max_position_embeddings=100, rope_parameters=_LONGROPE)),
-    "phi3_long": (
-        "phi3",
-        dict(
-            original_max_position_embeddings=16,
-            sliding_window=11,
-            rope_parameters=dict(_LONGROPE, original_max_position_embeddings=16),
-        ),
-    ),
-    "phi3_factor": (
-        "phi3",
-        dict(
-            num_attention_heads=2,
-            rope_parameters=dict(
-                _LONGROPE,
-                original_max_position_embeddings=16,
-                attention_factor=1.2,
-                short_factor=[1.0] * 8,
-                long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0],
-            ),
-        ),
-    ),
     "gemma2": (
         "gemma2",
         dict(
@@ -236,17 +228,72 @@ FAMILIES = {
             rope_parameters=_ROPE,
         ),
     ),
+    # No two widths are alike, and V3's odd (the judge of V2 wants even ones).
+    "deepseek_v2": (
+        "deepseek_v2",
+        dict(
+            _latent(20, 18, 14, 6, 9),
+            **_mixture(6, 2, 12, n_group=3, topk_group=2, topk_method="group_limited_greedy"),
+            rope_parameters=_ROPE,
+        ),
+    ),
+    "deepseek_v2_no_rank": (
+        "deepseek_v2",
+        dict(
+            _latent(None, 22, 10, 4, 5),
+            first_k_dense_replace=3,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=_ROPE,
+        ),
+    ),
+    "deepseek_v2_yarn": (
+        "deepseek_v2",
+        dict(
+            _latent(None, 34, 6, 10, 13),
+            **_mixture(5, 3, 20, n_shared_experts=2, routed_scaling_factor=1.5),
+            rope_parameters=dict(_YARN, factor=4.0, mscale=0.707, mscale_all_dim=0.707),
+        ),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        dict(
+            _latent(19, 31, 9, 8, 7),
+            **_mixture(8, 3, 12, n_group=4, topk_group=2),
+            rope_parameters=_ROPE,
+        ),
+    ),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        dict(
+            _latent(12, 15, 3, 6, 17),
+            first_k_dense_replace=3,
+            rope_parameters=dict(_YARN, factor=8.0, mscale=1.0, mscale_all_dim=0.5),
+        ),
+    ),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        dict(
+            _latent(None, 21, 10, 12, 4),
+            **_mixture(6, 4, 16, n_group=1, topk_group=1, norm_topk_prob=False),
+            rope_interleave=False,
+            attention_bias=True,
+            rope_parameters=dict(_YARN, factor=2.0),
+        ),
+    ),
     "gpt2": ("gpt2", dict(n_embd=32, n_head=4, n_layer=3, n_positions=128)),
     "opt": ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
 }
 
 
 EXPERTS = {
-    name for name, (kind, _) in FAMILIES.items() if kind in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+    name
+    for name, (kind, _) in FAMILIES.items()
+    if kind in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 }
-# One of each family of experts is frozen for the default suite; the others are rows of this one.
-UNFROZEN = EXPERTS | {"phi3_short", "phi3_long", "phi3_factor"}
-FROZEN = [name for name, (kind, _) in FAMILIES.items() if name not in UNFROZEN or name == kind]
+# One of each of these families is frozen for the default suite; the others are rows of this one.
+FROZEN = [name for name, (kind, _) in FAMILIES.items() if name not in EXPERTS or name == kind]
 
 
 def _steps(name):
@@ -345,10 +392,9 @@ def test_prefill_chunks_decode_and_batches_equal_transformers(torch, name, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     loaded = load_model(tmp_path, progress=False)
-    config = loaded.config.for_length(PROMPT + LONG)  # LongRoPE's table is chosen by the longest sequence
     size = dict(tokens=96, seqs=4, width=24)
-    alone = PagedModel(config, loaded.params, **size).feed({"s": ids})["s"]
-    model = PagedModel(config, loaded.params, **size)
+    alone = PagedModel(loaded.config, loaded.params, **size).feed({"s": ids})["s"]
+    model = PagedModel(loaded.config, loaded.params, **size)
     other = np.random.default_rng(9).integers(3, VOCAB, 40).tolist()
     parts = [model.feed({"s": ids[:11]})["s"]]
     parts.append(model.feed({"s": ids[11:PROMPT], "t": other[:9]})["s"])

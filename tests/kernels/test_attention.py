@@ -370,6 +370,16 @@ def test_shared_prefixes_of_several_levels(build, check, implementation, levels)
     check(replace(step, ragged=shared), implementation)
 
 
+@pytest.mark.parametrize("implementation", JUDGED)
+def test_F060_tables_of_131072_tokens(build, check, implementation):
+    """Rows of a few tokens in such tables; where nothing is interpreted, a row that fills its table, too."""
+    args = dict(heads=(2, 1), head_dim=16, num_layers=1, layer=0, table_width=8192)
+    dtype = dtype_of(implementation)
+    check(build([1, 1, 5], [70, 0, 41], dtype=dtype, **args), implementation)
+    if implementation in IMPLEMENTATIONS and not implementation.startswith("pallas"):
+        check(build([1, 1, 3], [131_072, 5, 40], chunk_tokens=256, **args), implementation)
+
+
 def test_one_decode_row_and_no_decode_rows(build, check):
     check(build([1], [1], buckets=(1, 1, 1)))
     check(build([1], [9], buckets=(8, 2, 1)))

@@ -82,7 +82,8 @@ class ExpertMlp(nnx.Module):
         self.axis = axis
         self.experts = e = config.experts
         self.router = Linear(config.d_model, e.num_experts, dtype, bias=e.router_bias)
-        self.choice_bias = param((e.num_experts,), dtype) if e.choice_bias else None
+        # Always float32, as files have it: rounded to bfloat16 it would choose other experts.
+        self.choice_bias = param((e.num_experts,), jnp.dtype("float32")) if e.choice_bias else None
         self.expert_up = Linear(config.d_model, e.num_experts * 2 * e.d_expert, dtype, bias=e.expert_bias)
         self.expert_down = Linear(e.d_expert, e.num_experts * config.d_model, dtype, bias=e.expert_bias)
         self.activation = config.activation

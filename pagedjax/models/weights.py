@@ -63,7 +63,7 @@ def read_params(
         file: An opened GGUF or safetensors model.
         config: Its shapes; `tie_embeddings` says that the output matrix is the embedding.
         names: The family's row for this format.
-        dtype: Of the result.
+        dtype: Of the result, but for what the decoder holds in float32 whatever it is.
         report: Called with the bytes of each finished leaf.
         sharding: (path, shape) → sharding; default the default device.
         dealer: Deals leaves out to devices; then `sharding` has no say.
@@ -75,13 +75,15 @@ def read_params(
     Raises:
         ModelError: A tensor is missing, unexpected, or of another shape; nothing was allocated then.
     """
-    kind = numpy_dtype(dtype)
+    numpy_dtype(dtype)
+    kinds = {name: np.dtype(leaf.dtype) for name, leaf in flat(abstract_params(config, dtype))}
     leaves = leaves_of(config, names, tied=config.tie_embeddings)
     check_tensors(file, leaves, names, tied=config.tie_embeddings)
     # Strips of float32 grow with the model: few calls for a large one, little beside a small one.
     strip = min(max(sum(math.prod(leaf.shape) for leaf in leaves) // 64, 1 << 20), 64 << 20)
     params: Params = {}
     for leaf in leaves:
+        kind = kinds["/".join(leaf.path)]
         if sample is not None:
             for part in leaf.parts:
                 shape = file.tensors[part.name].shape

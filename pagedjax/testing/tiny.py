@@ -82,9 +82,10 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> d
         set_leaf(params, tuple(name.split("/")), values)
     if config.tie_embeddings:
         params["lm_head"]["weight"] = params["embed"]
-    kind = numpy_dtype(dtype)
+    numpy_dtype(dtype)
+    kinds = {name: np.dtype(leaf.dtype) for name, leaf in flat(abstract_params(config, dtype))}
     for name, leaf in list(flat(params)):
-        set_leaf(params, tuple(name.split("/")), leaf.astype(kind))
+        set_leaf(params, tuple(name.split("/")), leaf.astype(kinds[name]))
     return params
 
 

@@ -202,3 +202,18 @@ def test_step_times_of_one_mixture_do_not_serve_another():
     for ours in shapes:
         for theirs in shapes:
             assert bool(times(ours).differs(theirs, 16, limits)) == (ours != theirs)
+
+
+def test_the_bias_of_the_choice_stays_float32_in_bfloat16_models():
+    """A bias of 13 leaves a bfloat16 steps of 1/16: with it the wrong expert would be chosen."""
+    config = tiny_config(experts=Experts(4, 1, 8, routing="sigmoid", choice_bias=True))
+    params = tiny_params(config, dtype="bfloat16")["layer_00"]["mlp"]
+    assert (params["choice_bias"].dtype, params["router"]["weight"].dtype) == (np.float32, "bfloat16")
+    graph, _ = nnx.split(ExpertMlp(config, jnp.dtype("bfloat16")))
+    params["choice_bias"] = np.float32([13.0, 13.01, 13.0, 13.0])
+    params["router"]["weight"] = np.zeros_like(params["router"]["weight"])
+    x = jnp.ones((3, config.d_model), "bfloat16")
+    want = nnx.merge(graph, params)(x)
+    alone = dict(params, choice_bias=np.float32([0.0, 1.0, 0.0, 0.0]))
+    np.testing.assert_array_equal(want, nnx.merge(graph, alone)(x))
+    assert want.any()

@@ -1,11 +1,12 @@
 """What one program of the GPU kernels does: an entry's queries come in, its key tiles are worked, outputs go out.
 
-A program is (work entry, KV head): up to 64 rows of queries of one sequence, a token's G heads side by side, over a
-range of keys. Decode rows with few heads a KV head are worked the other way round (`GpuShape.narrow`): keys, and lanes
-of values, are the 64 rows of the tensor core's tile, and the few queries its columns. Queries are read from the flat
-array of all tokens, token by token, and normalised outputs of prefill entries are written straight to such an array;
-parts of decode rows leave (accumulator, maximum, sum) in float32. `pallas_mosaic` and `pallas_mma` give the products,
-and how blocks come.
+An item is (work entry, KV head): up to 64 rows of queries of one sequence, a token's G heads side by side, over a range
+of keys. Decode rows with few heads a KV head are worked the other way round (`GpuShape.narrow`): keys, and lanes of
+values, are the 64 rows of the tensor core's tile, and the few queries its columns. Queries are read from the flat array
+of all tokens, token by token, and normalised outputs of prefill entries are written straight to such an array; parts of
+decode rows leave (accumulator, maximum, sum) in float32. As many programs as the device works side by side walk the
+items, and the first key tiles of an item are on their way while the one before it is finished. `pallas_mosaic` and
+`pallas_mma` give the products, and how blocks come.
 """
 
 from __future__ import annotations
@@ -39,23 +40,35 @@ class Products(Protocol):
     def layout(self, dtype: Any) -> Any:
         """Of accumulators, scores and values in registers."""
 
-    def stages(self, shape: GpuShape) -> int:
-        """Key tiles side by side."""
+    def stages(self, shape: GpuShape) -> tuple[int, int]:
+        """Tiles of keys, and of values, side by side: as many of both by cp.async."""
 
-    def scratch(self, shape: GpuShape, dtype: Any) -> list[Any]:
-        """[`stages` key tiles, what else: it holds queries and probabilities]."""
+    def tile_lanes(self, keys: int, head_dim: int) -> int:
+        """Lanes of a swizzled tile of keys or values that come so many at a time."""
 
-    def staged(self, refs: Any) -> Any:
-        """Where queries are laid, [64, H] untiled."""
+    def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
+        """Shared memory of two tiles' probabilities."""
 
-    def queries(self, refs: Any, shape: GpuShape) -> Any:
-        """The operand out of what was staged."""
+    def operands(self, shape: GpuShape, dtype: Any) -> list[Any]:
+        """Shared memory that queries need beside the place where they are laid first."""
+
+    def queries(self, staged: Any, operands: Any, shape: GpuShape) -> Any:
+        """The operand out of what was laid down row by row, untiled."""
 
     def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
         """f32, unscaled: [64 queries, 64 keys], or [64 keys, a few queries] where `shape` is narrow."""
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
-        """`acc` plus probabilities p times a tile's values: [64 queries, H], or [H, a few queries]."""
+    def ahead(self, shape: GpuShape) -> bool:
+        """A tile's scores are multiplied while the softmax of the tile before is worked."""
+
+    def scores_beside(self, queries: Any, keys: Any, work: Any) -> tuple[Any, Any]:
+        """(what `work` returns, `scores`), the product under way meanwhile."""
+
+    def put(self, ref: Any, p: Any, shape: GpuShape) -> Any:
+        """Probabilities, as `scores` has them, where the next product takes them: there, if not in registers."""
+
+    def weighted(self, acc: Any, p: Any, values: Any, shape: GpuShape) -> Any:
+        """`acc` plus probabilities times a tile's values: [64 queries, H], or [H, a few queries]."""
 
 
 def run(
@@ -68,16 +81,18 @@ def run(
     rows: jax.Array,
     params: xla.Params,
     products: Products,
+    programs: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel over work entries.
 
     Args:
         q: f[T, K, G, H], the step's queries, in the pool's dtype.
-        entry: No key from an entry's stop on is seen, and one whose stop is 0 leaves its results undefined.
+        entry: Those without work, whose results are undefined, stand behind all others.
         tokens: Most of an entry; None are parts of decode rows, of one token.
         sinks: f32[K, 64] the first key of each row's softmax.
         rows: i32[S, M] pool rows of every table.
+        programs: That the device works side by side; they walk the items.
 
     Returns:
         (accumulator f32[W, K, G, H] of decode parts, or else normalised outputs f[T, K, G, H] where entries have
@@ -92,14 +107,16 @@ def run(
         layout.block_size, K, H, rows.shape[1], G, tokens or 1, tokens is None,
         params.scale, params.window, params.soft_cap, sinks is not None,
     )  # fmt: skip
+    items = W * K
     f32 = jnp.float32
     out = jax.ShapeDtypeStruct((W, K, G, H), f32) if shape.parts else jax.ShapeDtypeStruct(q.shape, dtype)
     state = jax.ShapeDtypeStruct((W, K, shape.queries), f32)
+    live = (entry.stop > 0).sum(dtype=jnp.int32)[None]
     return plgpu.kernel(
         functools.partial(_program, shape=shape, products=products),
         out_type=[out, state, state],
-        grid=(W, K),
-        grid_names=("entry", "head"),
+        grid=(min(programs, items) if shape.walks else items,),
+        grid_names=("program",),
         scratch_types=_scratch(shape, dtype, products),
         compiler_params=dataclasses.replace(
             # Layouts stand in the program: their inference knows neither `mma` nor layouts of a token's slab.
@@ -107,23 +124,31 @@ def run(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret or None,
-    )(*entry.arrays, rows.reshape(-1), *([] if sinks is None else [sinks]), q, pool.data)
+    )(live, *entry.arrays, rows.reshape(-1), *([] if sinks is None else [sinks]), q, pool.data)
 
 
 def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
-    kv, *others = products.scratch(shape, dtype)
-    # Keys and values are done with when the result is laid down.
-    dims = (shape.head_dim, shape.queries) if shape.narrow else (ROWS, shape.head_dim)
-    result = plgpu.SMEM(dims, jnp.float32 if shape.parts else dtype)
+    """[keys and values, what is laid down by turns, what else the products need, barriers]."""
+    H, lanes = shape.head_dim, products.tile_lanes(shape.unit, shape.head_dim)
+    tiles = [tiled(lanes, (stages, KEYS, H), dtype) for stages in products.stages(shape)]
+    # Queries, then probabilities, then the result.
+    turns = [plgpu.SMEM((shape.queries, H), dtype), products.probabilities(shape, dtype)]
+    result = plgpu.SMEM(
+        (H, shape.queries) if shape.narrow else (ROWS, H), jnp.float32 if shape.parts else dtype
+    )
+    # Of a program that goes on to other items, keys and values are on their way already.
+    unions = [tiles, plgpu.RefUnion(*turns, result)]
+    if not shape.walks:
+        unions = [plgpu.RefUnion(tiles, result), plgpu.RefUnion(*turns)]
     barriers = []
     if products.tma:
-        arrivals = 2 * (KEYS // shape.unit)
-        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=products.stages(shape))]
-    return [plgpu.RefUnion([kv, kv], result), others, barriers]
+        arrivals = KEYS // shape.unit
+        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in products.stages(shape)]
+    return [*unions, products.operands(shape, dtype), barriers]
 
 
 def shared_bytes(shape: GpuShape, dtype: Any, products: Products) -> int:
-    """Shared memory of one program, barriers and what Mosaic aligns left out."""
+    """Shared memory of one program, barriers and what Mosaic reserves left out."""
 
     def size(ref: Any) -> int:
         if isinstance(ref, (list, tuple)):
@@ -132,16 +157,18 @@ def shared_bytes(shape: GpuShape, dtype: Any, products: Products) -> int:
             return max(size(x) for x in ref.refs)
         return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
-    union, others, _ = _scratch(shape, dtype, products)
-    return size(union) + size(others)
+    return size(_scratch(shape, dtype, products)[:3])
 
 
-@plgpu.inline_mgpu() if hasattr(plgpu, "inline_mgpu") else lambda f: f
-def _warpgroup_barrier(ctx: Any) -> None:
+def _warpgroup_barrier() -> None:
     # `commit_smem` would also fence for TMA, which no GPU before Hopper has.
-    from jax.experimental.mosaic.gpu import utils
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        from jax.experimental.mosaic.gpu import utils
 
-    utils.warpgroup_barrier()
+        utils.warpgroup_barrier()
+
+    barrier()
 
 
 def sync(products: Products) -> None:
@@ -165,9 +192,9 @@ def tiled(lanes: int, dims: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(dims, dtype, transforms=transforms)
 
 
-def _slab(shape: GpuShape, widest: int = 8) -> Any:
-    """The layout of a token's [G, H]: as many of the 128 threads as divide it, the others doing the same again."""
-    warps, power = math.gcd(4, shape.group), shape.head_dim & -shape.head_dim
+def slab(rows: int, head_dim: int, widest: int = 8) -> Any:
+    """A layout of [rows, H]: as many of the 128 threads as divide it, the others doing the same again."""
+    warps, power = math.gcd(4, rows), head_dim & -head_dim
     lanes = min(32, power)
     vector = min(widest, power // lanes)
     again = plgpu.Replicated
@@ -179,95 +206,180 @@ def _slab(shape: GpuShape, widest: int = 8) -> Any:
     )
 
 
-def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
-    *arrays, q_ref, pool_ref, o_ref, m_ref, l_ref, union, others, barriers = refs
-    (k_smem, v_smem), o_smem = union
-    entry, rows_ref, sinks_ref = arrays[:6], arrays[6], arrays[7] if shape.has_sinks else None
-    w, head = lax.axis_index("entry"), lax.axis_index("head")
-    H, K, G, stages = shape.head_dim, shape.num_kv_heads, shape.group, k_smem.shape[0]
-    table, token, count, pos, first, stop = (ref[w] for ref in entry)
-    base = table * shape.table_width
-    steps = lax.div(jnp.maximum(stop - first, 0) + (KEYS - 1), jnp.int32(KEYS))
-    layout, slab = products.layout(q_ref.dtype), _slab(shape)
+def tiles_behind(values: int, stages: int) -> int:
+    """Tiles of keys and of values that were asked for after the one that is awaited, at the place where it is.
 
-    def fetch(step: Any, slot: Any) -> None:
-        """Starts the copies of a key tile; behind the last token they bring its block again, from the cache."""
-        for part in range(KEYS // shape.unit):
-            key = jnp.minimum(first + step * KEYS + part * shape.unit, stop - 1)
-            row = rows_ref[base + lax.div(key, jnp.int32(shape.block_size))]
-            # A block larger than a tile is brought in parts; the first key of each is a multiple of the unit.
-            within = lax.div(lax.rem(key, jnp.int32(shape.block_size)), jnp.int32(shape.unit))
-            offset = within * shape.unit if shape.block_size > KEYS else 0
-            for lanes, smem in ((head * H, k_smem), ((K + head) * H, v_smem)):
-                source = pool_ref.at[row, pl.ds(offset, shape.unit), pl.ds(lanes, H)]
-                target = smem.at[slot, pl.ds(part * shape.unit, shape.unit)]
-                if products.tma:
-                    plgpu.copy_gmem_to_smem(source, target, barriers[0].at[slot])
+    Asked for are the first `stages` tiles of keys, a tile of values behind each but the last, and then, where a tile n
+    is worked, values n + stages - 1 and keys n + stages. Keys n are awaited before that, values n behind it.
+    """
+    return 2 * stages - 1 if values else 2 * (stages - 1)
+
+
+class _Program:
+    """What a program reads of its arrays: items, and the copies of their key tiles.
+
+    A cursor (item, tile of it) runs ahead of the work, through the items that are this program's: so the first tiles
+    of an item are on their way while the one before is finished.
+    """
+
+    def __init__(self, arrays: Any, pool_ref: Any, tiles: Any, barriers: Any, shape: GpuShape, tma: bool):
+        self.live_ref, *self.entry_refs, self.rows_ref = arrays[:8]
+        self.pool_ref, self.tiles, self.barriers, self.shape, self.tma = pool_ref, tiles, barriers, shape, tma
+        self.me, self.step = lax.axis_index("program"), lax.axis_size("program")
+        self.total = self.live_ref[0] * shape.num_kv_heads
+
+    def entry(self, item: Any) -> tuple[Any, Any]:
+        """(entry, head) of an item."""
+        K = jnp.int32(self.shape.num_kv_heads)
+        return lax.div(item, K), lax.rem(item, K)
+
+    def fetch(self, cursor: tuple[Any, Any], values: int, slot: Any) -> tuple[Any, Any]:
+        """Starts the copies of a tile's keys (0) or values (1), if there is one; returns the cursor behind it."""
+        shape, (item, step) = self.shape, cursor
+        there = item < self.total
+        entry, head = self.entry(jnp.minimum(item, self.total - 1))
+        table, _, _, _, first_ref, stop_ref = self.entry_refs
+        first, stop = first_ref[entry], stop_ref[entry]
+        base = table[entry] * shape.table_width
+        lanes = (values * shape.num_kv_heads + head) * shape.head_dim
+        block_bits = shape.block_size.bit_length() - 1
+
+        def copy() -> None:
+            for part in range(KEYS // shape.unit):
+                # Behind the last token its block is brought again, from the cache.
+                key = jnp.minimum(first + step * KEYS + part * shape.unit, stop - 1)
+                row = self.rows_ref[base + lax.shift_right_logical(key, jnp.int32(block_bits))]
+                # A block larger than a tile is brought in parts; the first key of each is a multiple of the unit.
+                within = key & jnp.int32(shape.block_size - shape.unit)
+                offset = within if shape.block_size > KEYS else 0
+                source = self.pool_ref.at[row, pl.ds(offset, shape.unit), pl.ds(lanes, shape.head_dim)]
+                target = self.tiles[values].at[slot, pl.ds(part * shape.unit, shape.unit)]
+                if self.tma:
+                    plgpu.copy_gmem_to_smem(source, target, self.barriers[values].at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
-    def start_tile(step: Any, slot: Any) -> None:
-        # By cp.async, tiles behind the last are brought too, of its last block: what is counted is the copies.
-        if products.tma:
-            pl.when(step < steps)(functools.partial(fetch, step, slot))
+        # By cp.async, tiles behind the last are brought too: what is counted is the copies.
+        if self.tma:
+            pl.when(there)(copy)
         else:
-            fetch(step, slot)
+            copy()
+        more = first + (step + 1) * KEYS < stop
+        return jnp.where(more, item, item + self.step), jnp.where(more, step + 1, 0)
 
-    def wait(slot: Any) -> None:
-        """Awaits a key tile; before Hopper by the number of copies that may still be on their way."""
-        if products.tma:
-            plgpu.barrier_wait(barriers[0].at[slot])
+    def wait(self, values: int, slot: Any) -> None:
+        """Awaits a tile's keys or values; before Hopper by how many others may still be on their way."""
+        if self.tma:
+            plgpu.barrier_wait(self.barriers[values].at[slot])
         else:
-            plgpu.wait_gmem_to_smem((stages - 1) * 2 * (KEYS // shape.unit))
-            sync(products)
+            newer = tiles_behind(values, self.tiles[values].shape[0])
+            plgpu.wait_gmem_to_smem(newer * (KEYS // self.shape.unit))
+            _warpgroup_barrier()
 
-    @pl.when(steps > 0)
-    def work() -> None:
-        for stage in range(stages):
-            start_tile(stage, stage)
-        staged = products.staged(others)
+
+def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
+    *arrays, q_ref, pool_ref, o_ref, m_ref, l_ref, tiles, turns, operands, barriers = refs
+    if shape.walks:
+        staged, probabilities, result = turns
+    else:
+        (tiles, result), (staged, probabilities) = tiles, turns
+    sinks_ref = arrays[8] if shape.has_sinks else None
+    program = _Program(arrays, pool_ref, tiles, barriers, shape, products.tma)
+    stages, dtype = products.stages(shape), q_ref.dtype
+    layout = products.layout(dtype)
+    G, H = shape.group, shape.head_dim
+    token_slab = slab(G, H)
+    mine = lax.div(program.total - program.me + (program.step - 1), jnp.int32(program.step))
+
+    def one_item(i: Any, carry: Any) -> Any:
+        entry, head = program.entry(program.me + i * program.step)
+        _, token, count, pos, first, stop = (ref[entry] for ref in program.entry_refs)
         for t in range(shape.tokens):
             # Behind the entry's last token stand other tokens' queries, whose results go nowhere.
             at = jnp.minimum(token + t, q_ref.shape[0] - 1)
-            store(staged.at[pl.ds(t * G, G)], load(q_ref.at[at, head], slab))
+            store(staged.at[pl.ds(t * G, G)], load(q_ref.at[at, head], token_slab))
         sync(products)
-        queries = products.queries(others, shape)
+        queries = products.queries(staged, operands, shape)
         sync(products)  # before probabilities are written where queries were
-        state = _no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
 
-        def one_tile(step: Any, state: Any) -> Any:
-            slot = lax.rem(step, jnp.int32(stages))
-            wait(slot)
+        def work_tile(step: Any, carry: Any, s: Any) -> Any:
+            number, keys_at, values_at, m, l, acc = carry
             start = first + step * KEYS
-            keys, values = k_smem.at[slot], v_smem.at[slot]
+            m, l, shrink, p = _softmax(s, m, l, start, pos, stop, layout, shape)
+            # Two by turns: a slow warp may still multiply the last tile's.
+            weights = products.put(probabilities.at[_slot(number, 2)], p.astype(dtype), shape)
+            # From here on no warp reads this tile's keys, nor the last one's values.
+            sync(products)
+            values_at = program.fetch(values_at, 1, _slot(number + stages[1] - 1, stages[1]))
+            keys_at = program.fetch(keys_at, 0, _slot(number, stages[0]))
+            slot = _slot(number, stages[1])
+            program.wait(1, slot)
+            values = tiles[1].at[slot]
             _clear_unseen_values(values, start, pos, stop, shape, products)
-            state = _work_tile(queries, keys, values, others, start, pos, stop, state, shape, products)
-            # No warp still reads what the next copy or tile writes over.
-            sync(products)
-            start_tile(step + stages, slot)
-            return state
+            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1 if shape.narrow else 0])
+            return number + 1, keys_at, values_at, m, l, products.weighted(acc, weights, values, shape)
 
-        m, l, acc = lax.fori_loop(0, steps, one_tile, state)
-        if not products.tma:
-            plgpu.wait_gmem_to_smem(0)
-            sync(products)
+        def keys_of(number: Any) -> Any:
+            slot = _slot(number, stages[0])
+            program.wait(0, slot)
+            return tiles[0].at[slot]
+
+        def one_tile(step: Any, carry: Any) -> Any:
+            return work_tile(step, carry, products.scores(queries, keys_of(carry[0]), shape))
+
+        def with_next(step: Any, carry: Any) -> Any:
+            *carry, s = carry
+            work = functools.partial(work_tile, step, carry, s)
+            carry, s = products.scores_beside(queries, keys_of(carry[0] + 1), work)
+            return *carry, s
+
+        steps = lax.shift_right_logical(stop - first + (KEYS - 1), jnp.int32(KEYS.bit_length() - 1))
+        state = _no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
+        if products.ahead(shape):
+            s = products.scores(queries, keys_of(carry[0]), shape)
+            *carry, s = lax.fori_loop(0, steps - 1, with_next, (*carry, *state, s))
+            carry = work_tile(steps - 1, carry, s)
+        else:
+            carry = lax.fori_loop(0, steps, one_tile, (*carry, *state))
+        *carry, m, l, acc = carry
         if shape.narrow:
             l = l.sum(axis=0)
         if not shape.parts:
             acc = acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [0])
-        store(o_smem, acc.astype(o_smem.dtype))
+        if not (products.tma or shape.walks):
+            plgpu.wait_gmem_to_smem(0)
+        sync(products)
+        store(result, acc.astype(result.dtype))
         sync(products)
 
         def lay_down(t: Any, _: None) -> None:
             if shape.narrow:
-                result = load(o_smem.at[:, pl.ds(0, G)].T, _slab(shape, 1))
+                heads = load(result.at[:, pl.ds(0, G)].T, slab(G, H, 1))
             else:
-                result = load(o_smem.at[pl.ds(t * G, G)], slab)
-            store(o_ref.at[w, head] if shape.parts else o_ref.at[token + t, head], result)
+                heads = load(result.at[pl.ds(t * G, G)], token_slab)
+            store(o_ref.at[entry, head] if shape.parts else o_ref.at[token + t, head], heads)
 
         lax.fori_loop(0, count, lay_down, None)
-        store(m_ref.at[w, head], m)
-        store(l_ref.at[w, head], l)
+        store(m_ref.at[entry, head], m)
+        store(l_ref.at[entry, head], l)
+        sync(products)  # before the next item's queries are laid where the result was
+        return carry
+
+    @pl.when(mine > 0)
+    def work() -> None:
+        keys_at = values_at = (program.me, jnp.int32(0))
+        # Of values one less: theirs is fetched where a tile's probabilities are there.
+        for stage in range(stages[0]):
+            keys_at = program.fetch(keys_at, 0, stage)
+            if stage < stages[1] - 1:
+                values_at = program.fetch(values_at, 1, stage)
+        lax.fori_loop(0, mine, one_item, [jnp.int32(0), keys_at, values_at])
+        if not products.tma:
+            plgpu.wait_gmem_to_smem(0)
+
+
+def _slot(number: Any, stages: int) -> Any:
+    return lax.rem(number, jnp.int32(stages)) if stages & (stages - 1) else number & jnp.int32(stages - 1)
 
 
 def _no_keys(sinks: Any, layout: Any, shape: GpuShape) -> tuple[Any, Any, Any]:
@@ -286,6 +398,31 @@ def _no_keys(sinks: Any, layout: Any, shape: GpuShape) -> tuple[Any, Any, Any]:
     by_query = layout.reduce(1)
     m = full((n,), NEG, by_query) if sinks is None else load(sinks, by_query)
     return m, full((n,), float(shape.has_sinks), by_query), full((n, H), 0.0, layout)
+
+
+def _softmax(
+    s: Any, m: Any, l: Any, start: Any, pos: Any, stop: Any, layout: Any, shape: GpuShape
+) -> tuple[Any, Any, Any, Any]:
+    """(maximum, sum, what the state shrinks by, probabilities) after the scores s of keys from `start` on."""
+    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
+    tile, s = s.shape, s * shape.scale
+    if shape.soft_cap is not None:
+        s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, tile, layout=layout)
+    key = start + iota(of_key)
+    seen = key < stop
+    token = pos
+    if not shape.parts:
+        token = pos + lax.div(iota(of_query), jnp.int32(shape.group))
+        seen &= key <= token
+    if shape.window is not None:
+        seen &= key > token - shape.window
+    s = jnp.where(seen, s, NEG)
+    top = jnp.maximum(m, s.max(axis=of_key))
+    shrink = jnp.exp(m - top)
+    p = jnp.exp(s - lax.broadcast_in_dim(top, tile, [of_query]))
+    l = l * lax.broadcast_in_dim(shrink, tile, [1]) + p if shape.narrow else l * shrink + p.sum(axis=1)
+    return top, l, shrink, p
 
 
 def _clear_unseen_values(
@@ -309,36 +446,3 @@ def _clear_unseen_values(
         kept = load(values, layout)
         store(values, jnp.where(written, kept, jnp.zeros_like(kept)))
         sync(products)
-
-
-def _work_tile(
-    queries: Any, keys: Any, values: Any, others: Any, start: Any, pos: Any, stop: Any, state: Any,
-    shape: GpuShape, products: Products,
-) -> Any:  # fmt: skip
-    """One online-softmax step over the key tile that begins at position `start`."""
-    m, l, acc = state
-    layout = products.layout(values.dtype)
-    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
-    tile = (KEYS, shape.queries) if shape.narrow else (ROWS, KEYS)
-    s = products.scores(queries, keys, shape) * shape.scale
-    if shape.soft_cap is not None:
-        s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, tile, layout=layout)
-    key = start + iota(of_key)
-    seen = key < stop
-    token = pos
-    if not shape.parts:
-        token = pos + lax.div(iota(of_query), jnp.int32(shape.group))
-        seen &= key <= token
-    if shape.window is not None:
-        seen &= key > token - shape.window
-    s = jnp.where(seen, s, NEG)
-    top = jnp.maximum(m, s.max(axis=of_key))
-    shrink = jnp.exp(m - top)
-    p = jnp.exp(s - lax.broadcast_in_dim(top, tile, [of_query]))
-    if shape.narrow:
-        l = l * lax.broadcast_in_dim(shrink, tile, [1]) + p
-    else:
-        l = l * shrink + p.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [of_query])
-    return top, l, products.weighted(acc, p, others, values, shape)

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, join_parts, split_rows
-from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, read_rows
+from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, num_multiprocessors, read_rows
 from pagedjax.kernels.xla import State
 
 ROWS = 64  # of queries that a program works
 KEYS = 64  # of one key tile
-# Programs that keep the device busy where rows are few: twice the multiprocessors of an H100.
-PROGRAMS = 264
 FEW = 16  # query heads of a KV head up to which a decode row is worked with keys as rows
 SUBLANES = 8  # rows of one swizzled shared-memory tile
 
@@ -52,7 +50,7 @@ class Entry:
         return self.table, self.token, self.count, self.pos, self.first, self.stop
 
 
-# (queries f[T, K, G, H], entries, tokens, sinks, pool=, rows=, params=) → results of `gpu_programs.run`.
+# (queries f[T, K, G, H], entries, tokens, sinks, pool=, rows=, params=, programs=) → results of `gpu_programs.run`.
 Kernel = Callable[..., State]
 
 
@@ -78,6 +76,11 @@ class GpuShape:
         return self.parts and self.group <= FEW and self.head_dim % ROWS == 0
 
     @property
+    def walks(self) -> bool:
+        """Programs go from item to item; others, whose results need the room of keys and values, end with one."""
+        return self.narrow or not self.parts
+
+    @property
     def queries(self) -> int:
         """Of a program, in the products' multiples."""
         return -(-self.group // SUBLANES) * SUBLANES if self.narrow else ROWS
@@ -87,17 +90,20 @@ class GpuShape:
         """Keys that one copy brings."""
         return min(self.block_size, KEYS)
 
-    @property
-    def swizzle_lanes(self) -> int:
-        """Lanes of the widest swizzled tile that divide the head."""
-        return next(lanes for lanes in (64, 32, 16) if self.head_dim % lanes == 0)
+
+def device_programs() -> int:
+    """Programs that keep the GPU that is traced for busy: two per multiprocessor, of an H100 where none is told."""
+    return 2 * (num_multiprocessors() or 132)
 
 
-def widest_shape(layout: KVLayout) -> GpuShape:
-    """The kernel that takes most of a chip: decode parts of many heads, whose results are laid down in float32."""
-    return GpuShape(
-        layout.block_size, layout.num_kv_heads, layout.head_dim, 1, ROWS, 1, True, 1.0, None, None
-    )
+def widest_shapes(layout: KVLayout) -> tuple[GpuShape, GpuShape]:
+    """The kernels that take most of a chip: prefill, and decode parts of many heads."""
+
+    def shape(parts: bool) -> GpuShape:
+        sizes = layout.block_size, layout.num_kv_heads, layout.head_dim
+        return GpuShape(*sizes, 1, ROWS, 1, parts, 1.0, None, None)
+
+    return shape(False), shape(True)
 
 
 def check(pool: KVPool, ragged: RaggedBatch, group: int, why_not_float32: str) -> None:
@@ -133,19 +139,20 @@ def attend_rows(
     params: xla.Params,
     sinks: jax.Array | None,
     kernel: Kernel,
+    programs: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries."""
+    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries, so many of whose programs work side by side."""
     (T, N, H), K, Sd = q.shape, pool.layout.num_kv_heads, ragged.decode_bucket
     rows = read_rows(pool.layout, layer, ragged.block_tables)
     queries = q.astype(pool.data.dtype).reshape(T, K, N // K, H)
 
-    call = functools.partial(kernel, queries, pool=pool, rows=rows, params=params)
+    call = functools.partial(kernel, queries, pool=pool, rows=rows, params=params, programs=programs)
     if ragged.tile_queries:
         out, lse = _prefill(queries, ragged, call, sinks)
     else:
         out, lse = jnp.zeros((T, N, H), queries.dtype), jnp.full((T, N), -jnp.inf)
     if Sd:
-        part = _decode(queries, ragged, call, params.window)
+        part = _decode(queries, ragged, call, params.window, -(-programs // K))
         acc, m, l = xla.with_groups(part, q, pool, layer, ragged, params)
         first, first_lse = xla.finalise(acc.reshape(Sd, N, H), m.reshape(Sd, N), l.reshape(Sd, N), sinks)
         decodes = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
@@ -156,10 +163,10 @@ def attend_rows(
     return out, jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def _decode(q: jax.Array, ragged: RaggedBatch, call: Kernel, window: int | None) -> State:
+def _decode(q: jax.Array, ragged: RaggedBatch, call: Kernel, window: int | None, spare: int) -> State:
     """State of the decode rows, [Sd, K, G, …]: one entry per part of a row, joined row by row."""
-    _, K, G, _ = q.shape
-    parts = split_rows(ragged, window, -(-PROGRAMS // K))
+    G = q.shape[2]
+    parts = split_rows(ragged, window, spare)
     one, pos = jnp.ones_like(parts.row), ragged.seq_lens[parts.row] - 1
     acc, m, l = call(Entry(parts.row, parts.row, one, pos, parts.first, parts.stop), None, None)
     return join_parts(parts, (acc, m[:, :, :G], l[:, :, :G]))

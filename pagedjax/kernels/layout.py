@@ -296,6 +296,14 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def num_multiprocessors() -> int | None:
+    """Of the GPU that is traced for; None where it does not say."""
+    if device_class() != "gpu":
+        return None
+    said = getattr(_device(), "core_count", None) or getattr(_device(), "num_cores", None)
+    return int(said) if said else None
+
+
 def describe_device() -> str:
     """What is being traced for, for messages."""
     capability = compute_capability()

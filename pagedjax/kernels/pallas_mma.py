@@ -9,17 +9,25 @@ through shared memory, where the queries were.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import load, store, sync, tiled
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, GpuShape, attend_rows, check, widest_shape
+from pagedjax.kernels.gpu_programs import load, store, tiled
+from pagedjax.kernels.gpu_rows import (
+    KEYS,
+    ROWS,
+    SUBLANES,
+    GpuShape,
+    attend_rows,
+    check,
+    device_programs,
+    widest_shapes,
+)
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 has no `mma`, and refuses below
@@ -38,11 +46,13 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    programs: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
 
     Args:
+        programs: That work side by side; None are two per multiprocessor.
         interpret: `plgpu.InterpretGPUParams()` runs the TMA form on the CPU, for tests; the interpreter needs a rule
             for `mma`, which the tests give it.
 
@@ -57,7 +67,7 @@ def attend(
     products = _Mma(*chip)
     products.tile_lanes(min(pool.layout.block_size, KEYS), pool.layout.head_dim)  # or refuses
     kernel = functools.partial(gpu_programs.run, products=products, interpret=interpret)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs or device_programs())
 
 
 def _chip(interpret: Any) -> tuple[bool, int]:
@@ -85,33 +95,40 @@ class _Mma:
 
     Attributes:
         tma: The chip has it.
-        shared_memory: Bytes that a program may take of it.
+        shared_memory: Bytes that a program may take.
+        most_stages: Key tiles side by side; None follows from shared memory.
     """
 
     tma: bool
     shared_memory: int
+    most_stages: int | None = None
 
     def layout(self, dtype: Any) -> Any:
         return plgpu.Layout.MMA_ACC(dtype)
 
-    def stages(self, shape: GpuShape) -> int:
-        """Two, or one where shared memory has no room for more."""
-        return 2 if self.shared_bytes(shape, 2) <= self.shared_memory else 1
+    def stages(self, shape: GpuShape) -> tuple[int, int]:
+        """Two of each, or one where shared memory has no room for more."""
+        two = replace(self, most_stages=2)
+        most = self.most_stages or (2 if two.shared_bytes(shape) <= self.shared_memory else 1)
+        return most, most
 
-    def shared_bytes(self, shape: GpuShape, stages: int) -> int:
-        """Shared memory of one program: keys and values, and queries or probabilities, 16 bits each."""
-        H = shape.head_dim
-        tiles = max(2 * stages * KEYS * H * 2, ROWS * H * 4)
-        return tiles + max(ROWS * H, ROWS * KEYS) * 2 + 1024
+    def ahead(self, shape: GpuShape) -> bool:
+        return False
 
-    def scratch(self, shape: GpuShape, dtype: Any) -> list[Any]:
-        H = shape.head_dim
-        kv = tiled(self.tile_lanes(shape.unit, H), (self.stages(shape), KEYS, H), dtype)
-        # Queries are done with when probabilities come.
-        probabilities = tiled(64, (ROWS, KEYS), dtype)
+    def scores_beside(self, queries: Any, keys: Any, work: Any) -> tuple[Any, Any]:
+        raise NotImplementedError("mma is synchronous")
+
+    def shared_bytes(self, shape: GpuShape) -> int:
+        """Shared memory of one program, with the 2 KiB that Mosaic reserves to add up across warps."""
+        return gpu_programs.shared_bytes(shape, jnp.float16, self) + (2 << 10) + 256
+
+    def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
         if shape.narrow:
-            probabilities = plgpu.SMEM((KEYS, shape.queries), dtype)
-        return [kv, plgpu.RefUnion(plgpu.SMEM((ROWS, H), dtype), probabilities)]
+            return plgpu.SMEM((2, KEYS, shape.queries), dtype)
+        return tiled(64, (2, ROWS, KEYS), dtype)
+
+    def operands(self, shape: GpuShape, dtype: Any) -> list[Any]:
+        return []
 
     def tile_lanes(self, keys: int, head_dim: int) -> int:
         """Lanes of a shared-memory tile: the widest that divide the head and by which `keys` rows can be copied.
@@ -132,13 +149,9 @@ class _Mma:
         down, across = rows // SUBLANES, head_dim // lanes
         return self.tma or down % 4 == 0 or (down % 2 == 0 and across % 2 == 0) or across % 4 == 0
 
-    def staged(self, refs: Any) -> Any:
-        return refs[0][0]
-
-    def queries(self, refs: Any, shape: GpuShape) -> Any:
-        staged = self.staged(refs)
+    def queries(self, staged: Any, operands: Any, shape: GpuShape) -> Any:
         if shape.narrow:
-            return load(staged.at[pl.ds(0, shape.queries)].T, plgpu.Layout.MMA_RHS(staged.dtype))
+            return load(staged.T, plgpu.Layout.MMA_RHS(staged.dtype))
         return load(staged, plgpu.Layout.MMA_LHS(staged.dtype))
 
     def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
@@ -149,18 +162,18 @@ class _Mma:
             return plgpu.mma(none, load(keys, plgpu.Layout.MMA_LHS(dtype)), queries)
         return plgpu.mma(none, queries, load(keys.T, plgpu.Layout.MMA_RHS(dtype)))
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
-        probabilities, dtype = refs[0][1], values.dtype
-        left, right = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
-        store(probabilities, p.astype(dtype))
-        sync(self)
+    def put(self, ref: Any, p: Any, shape: GpuShape) -> Any:
+        store(ref, p)
+        return ref
+
+    def weighted(self, acc: Any, p: Any, values: Any, shape: GpuShape) -> Any:
+        left, right = plgpu.Layout.MMA_LHS(values.dtype), plgpu.Layout.MMA_RHS(values.dtype)
         if shape.narrow:
-            return plgpu.mma(acc, load(values.T, left), load(probabilities, right))
-        return plgpu.mma(acc, load(probabilities, left), load(values, right))
+            return plgpu.mma(acc, load(values.T, left), load(p, right))
+        return plgpu.mma(acc, load(p, left), load(values, right))
 
 
 def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int]) -> int:
-    """Shared memory that one program takes on such a GPU."""
+    """Shared memory that one program takes at most on such a GPU."""
     products = _Mma(*_of_capability(capability))
-    shape = widest_shape(layout)
-    return products.shared_bytes(shape, products.stages(shape))
+    return max(products.shared_bytes(shape) for shape in widest_shapes(layout))

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import load, store, tiled
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, GpuShape, attend_rows, check, widest_shape
+from pagedjax.kernels.gpu_programs import load, slab, store, tiled
+from pagedjax.kernels.gpu_rows import KEYS, GpuShape, attend_rows, check, device_programs, widest_shapes
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu
@@ -34,11 +34,16 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    programs: int | None = None,
+    in_registers: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
 
     Args:
+        programs: That work side by side; None are two per multiprocessor.
+        in_registers: Probabilities of prefill go from product to product in registers, not through shared memory;
+            neither judged on a GPU nor interpreted (jax 0.12's interpreter takes no operand in registers).
         interpret: `plgpu.InterpretGPUParams()` runs it on the CPU, for tests (jax 0.12 and later).
 
     Raises:
@@ -51,59 +56,85 @@ def attend(
         )
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "wgmma rounds float32")
     params = xla.Params(scale, window, soft_cap)
-    kernel = functools.partial(gpu_programs.run, products=_Wgmma(), interpret=interpret)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel)
+    kernel = functools.partial(gpu_programs.run, products=_Wgmma(in_registers), interpret=interpret)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs or device_programs())
+
+
+def attend_in_registers(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    """`attend` with probabilities in registers, to be named as an implementation until a device has judged it."""
+    return attend(*args, **kwargs, in_registers=True)
 
 
 @dataclass(frozen=True)
 class _Wgmma:
-    """Products of a warpgroup, both operands in shared memory."""
+    """Products of a warpgroup, both operands in shared memory.
 
+    Attributes:
+        in_registers: But for probabilities, where they are the left operand.
+    """
+
+    in_registers: bool = False
     tma: bool = True
 
     def layout(self, dtype: Any) -> Any:
         return plgpu.Layout.WGMMA
 
-    def stages(self, shape: GpuShape) -> int:
-        return 2
+    def stages(self, shape: GpuShape) -> tuple[int, int]:
+        # Of the next tile's keys, which are multiplied already, and of those that come meanwhile.
+        return (3 if self.ahead(shape) else 2), 2
 
-    def scratch(self, shape: GpuShape, dtype: Any) -> list[Any]:
-        # One width of tiles for all: the operands of a product must be swizzled alike.
-        H, lanes = shape.head_dim, shape.swizzle_lanes
-        kv = tiled(lanes, (self.stages(shape), KEYS, H), dtype)
-        queries = tiled(lanes, (ROWS, H), dtype)
-        return [kv, queries, plgpu.RefUnion(plgpu.SMEM((ROWS, H), dtype), tiled(lanes, (ROWS, KEYS), dtype))]
+    def ahead(self, shape: GpuShape) -> bool:
+        return not shape.parts
 
-    def staged(self, refs: Any) -> Any:
-        return refs[1][0]
+    def tile_lanes(self, keys: int, head_dim: int) -> int:
+        return next(lanes for lanes in (64, 32, 16) if head_dim % lanes == 0)
 
-    def queries(self, refs: Any, shape: GpuShape) -> Any:
-        store(refs[0], load(refs[1][0], plgpu.Layout.WGMMA))
-        return refs[0].at[pl.ds(0, shape.queries)].T if shape.narrow else refs[0]
+    def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
+        # The operands of a product must be swizzled alike.
+        lanes = self.tile_lanes(KEYS, shape.head_dim)
+        return tiled(lanes, (2, shape.queries, KEYS), dtype)
+
+    def operands(self, shape: GpuShape, dtype: Any) -> list[Any]:
+        lanes = self.tile_lanes(KEYS, shape.head_dim)
+        return [tiled(lanes, (shape.queries, shape.head_dim), dtype)]
+
+    def queries(self, staged: Any, operands: Any, shape: GpuShape) -> Any:
+        (queries,) = operands
+        layout = slab(shape.queries, shape.head_dim) if shape.narrow else plgpu.Layout.WGMMA
+        store(queries, load(staged, layout))
+        return queries
 
     def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
-        if shape.narrow:
-            return _product(keys, queries, (KEYS, shape.queries))
-        return _product(queries, keys.T, (ROWS, KEYS))
+        operands = (keys, queries.T) if shape.narrow else (queries, keys.T)
+        return _product(*operands)
 
-    def weighted(self, acc: Any, p: Any, refs: Any, values: Any, shape: GpuShape) -> Any:
-        probabilities = refs[1][1]
-        if shape.narrow:
-            probabilities = probabilities.at[pl.ds(0, shape.queries)].T
-        store(probabilities, p.astype(values.dtype))
-        plgpu.commit_smem()
-        operands = (values.T, probabilities) if shape.narrow else (probabilities, values)
-        return acc + _product(*operands, acc.shape)
+    def scores_beside(self, queries: Any, keys: Any, work: Any) -> tuple[Any, Any]:
+        def multiply(acc_ref: Any) -> tuple[Any, Any]:
+            plgpu.wgmma(acc_ref, queries, keys.T)
+            return work(), acc_ref[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
+
+    def put(self, ref: Any, p: Any, shape: GpuShape) -> Any:
+        if self.in_registers and not shape.narrow:
+            return p
+        store(ref.T if shape.narrow else ref, p)
+        return ref
+
+    def weighted(self, acc: Any, p: Any, values: Any, shape: GpuShape) -> Any:
+        operands = (values.T, p.T) if shape.narrow else (p, values)
+        return acc + _product(*operands)
 
 
-def _product(a: Any, b: Any, dims: tuple[int, int]) -> Any:
+def _product(a: Any, b: Any) -> Any:
     def work(acc_ref: Any) -> Any:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(work, plgpu.ACC(dims, jnp.float32))
+    return pl.run_scoped(work, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def shared_memory_bytes(layout: KVLayout) -> int:
-    """Shared memory that one program takes, barriers left out."""
-    return gpu_programs.shared_bytes(widest_shape(layout), jnp.dtype(layout.dtype), _Wgmma())
+    """Shared memory that one program takes at most, barriers left out."""
+    dtype = jnp.dtype(layout.dtype)
+    return max(gpu_programs.shared_bytes(shape, dtype, _Wgmma()) for shape in widest_shapes(layout))

@@ -224,8 +224,10 @@ def interpreted():
     found = {"pallas_tpu": functools.partial(pallas_tpu.attend, interpret=True, tiling=tiling)}
     if GPU_INTERPRETER is not None:
         teach_mma()
-        found["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, interpret=GPU_INTERPRETER())
-        found["pallas_mma"] = functools.partial(pallas_mma.attend, interpret=GPU_INTERPRETER())
+        # Few programs, so that each walks several items.
+        args = dict(programs=3, interpret=GPU_INTERPRETER())
+        found["pallas_mosaic"] = functools.partial(pallas_mosaic.attend, **args)
+        found["pallas_mma"] = functools.partial(pallas_mma.attend, **args)
     return found
 
 

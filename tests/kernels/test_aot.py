@@ -142,6 +142,16 @@ def test_mixed_step_of_wide_heads_compiles_for_hopper():
     assert "wgmma.mma_async" in report.hlo
 
 
+@needs("h100")
+def test_probabilities_in_registers_compile_where_they_are_asked_for():
+    """Neither a device nor the interpreter has judged them: an implementation to be named, never tried by itself."""
+    name = "pagedjax.kernels.pallas_mosaic:attend_in_registers"
+    layout = aot.Geometry(*LLAMA, 16, "bfloat16").layout()
+    fn, args = aot.attention_step(layout, LLAMA[0], implementation=name, prefill_tokens=64)
+    report = aot.compile(name, "h100", fn, args, donate=(0,), pool_bytes=layout.num_bytes)
+    assert report.in_place and report.num_kernels == 2, report
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("heads", aot._HEADS, ids=str)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import KVLayout, paged_attention, pallas_mma
-from pagedjax.kernels.gpu_rows import widest_shape
+from pagedjax.kernels import KVLayout, aot, paged_attention, pallas_mma
+from pagedjax.kernels.gpu_programs import tiles_behind
+from pagedjax.kernels.gpu_rows import GpuShape, device_programs, widest_shapes
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter of GPU kernels"
@@ -24,7 +25,7 @@ def run(step, interpret):
 
     @jax.jit
     def attend(q, pool, ragged):
-        return pallas_mma.attend(q, pool, step.layer, ragged, interpret=interpret, **params)
+        return pallas_mma.attend(q, pool, step.layer, ragged, programs=3, interpret=interpret, **params)
 
     q = jnp.asarray(step.q.astype(step.pool.data.dtype))
     return np.asarray(attend(q, step.pool, jax.tree.map(jnp.asarray, step.ragged))[0], np.float64)
@@ -46,10 +47,41 @@ def test_key_tiles_follow_from_shared_memory():
     """At head dim 256 two key tiles fit an A100 (163 KiB a program) and one an RTX 4090 (99)."""
 
     def stages(head_dim, kib):
-        shape = widest_shape(KVLayout(1, 1, 16, 1, head_dim, "float16"))
-        return pallas_mma._Mma(False, kib << 10).stages(shape)
+        shape = widest_shapes(KVLayout(1, 1, 16, 1, head_dim, "float16"))[0]
+        return pallas_mma._Mma(False, kib << 10).stages(shape)[0]
 
     assert [stages(h, kib) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]
+
+
+def test_few_queries_are_columns():
+    """Up to 16 heads a KV head, head dims of whole 64s; a program that keeps 64 rows in float32 ends with its item."""
+
+    def shape(group, head_dim, parts=True):
+        return GpuShape(16, 1, head_dim, 1, group, 1, parts, 1.0, None, None)
+
+    found = [
+        (s.narrow, s.queries, s.walks) for s in (shape(3, 64), shape(16, 128), shape(17, 64), shape(4, 80))
+    ]
+    assert found == [(True, 8, True), (True, 16, True), (False, 64, False), (False, 64, False)]
+    prefill = shape(4, 128, parts=False)
+    assert (prefill.narrow, prefill.queries, prefill.walks) == (False, 64, True)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_copies_that_are_counted_are_those_that_are_awaited(stages):
+    """cp.async has no barriers: copies end in order, and a tile is awaited by the number of newer ones."""
+    asked = [part for n in range(stages) for part in (("keys", n), ("values", n))][:-1]
+    for n in range(9):
+        assert len(asked) - 1 - asked.index(("keys", n)) == tiles_behind(0, stages)
+        asked += [("values", n + stages - 1), ("keys", n + stages)]
+        assert len(asked) - 1 - asked.index(("values", n)) == tiles_behind(1, stages)
+
+
+def test_programs_number_with_the_multiprocessors():
+    chip = aot.AbstractGpu(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
+        assert device_programs() == 296
+    assert device_programs() == 264  # a CPU says nothing: an H100's
 
 
 def test_refusals_name_the_limit(build):

@@ -11,7 +11,7 @@ setup(
     packages=[*find_packages(include=["pagedjax*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "pagedjax": ["kernels/native.cc", "py.typed", "report/web/*", "explore/web/*"],
+        "pagedjax": ["kernels/native.cc", "kernels/*.h", "py.typed", "report/web/*", "explore/web/*"],
         "pagedjax.shipped.configs": ["**/*.toml", "**/*.json"],
     },
 )

@@ -22,7 +22,9 @@ from typing import Any, Protocol, get_type_hints
 from pagedjax.cache.rules import check_block_size, require
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_DTYPES = (*DTYPES, "int8")
 PREFIX_GROUPS = ("auto", "on", "off")
+PRODUCTS = ("auto", "xla", "native")
 ADMISSIONS = ("chunk", "whole")
 PREEMPTIONS = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "b": 1}
@@ -37,8 +39,8 @@ class ModelSource:
 
     Attributes:
         model: A named model ("smollm2-135m"), a GGUF file, a safetensors or orbax folder, or an HF hub id.
-        dtype: Weights on the device. float32 on CPU (bf16 matrix-vector products are slow there),
-            bfloat16 on TPU and GPU.
+        dtype: Weights on the device. On CPU bfloat16 halves and int8 (matrices, with a scale per row) quarters the
+            bytes that a decode step reads; there activations stay float32. bfloat16 on TPU and GPU.
         max_model_len: Longest prompt + output in tokens; 0 takes the model's own, at most 2,048. A model whose
             positions are stretched (YaRN, linear) may be given as much as they reach.
         chat_template: File with a Jinja template in place of the model's own; "" is the model's own.
@@ -52,7 +54,8 @@ class ModelSource:
     def __post_init__(self) -> None:
         require(bool(self.model.strip()), "model.model='': must name a model; try smollm2-135m")
         require(
-            self.dtype in DTYPES, f"model.dtype={self.dtype}: must be one of {', '.join(DTYPES)}; try float32"
+            self.dtype in WEIGHT_DTYPES,
+            f"model.dtype={self.dtype}: must be one of {', '.join(WEIGHT_DTYPES)}; try float32",
         )
         require(
             self.max_model_len >= 0,
@@ -79,7 +82,7 @@ class CacheConfig:
         hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
-        dtype: KV in the pool; "" follows the model's dtype.
+        dtype: KV in the pool; "" follows the model's dtype, and is float32 beside int8 weights.
         verify_tokens: Compare tokens, not digests alone, before a block is shared; an index that cannot is refused.
         dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
             index does by nature, with where it excludes twins (radix), else without.
@@ -246,6 +249,8 @@ class RuntimeConfig:
             (docs/kernels.md, "Tuning"); `pagedjax bench kernels --tune` writes one. "" is the package's alone.
         tensor_parallel: Devices that work each step together, each with its own heads, part of the MLP and tokens of
             the vocabulary (docs/devices.md). The model's heads must be dealt out evenly.
+        products: Who multiplies with weights: "native" (C++, on one CPU; each weight is read once a step, and a row's
+            result is the same bits in every batch), "xla", or "auto": native where it serves (docs/kernels.md).
     """
 
     implementation: str = ""
@@ -256,6 +261,7 @@ class RuntimeConfig:
     deterministic: bool = False
     kernel_tuning: str = ""
     tensor_parallel: int = 1
+    products: str = "auto"
 
     def __post_init__(self) -> None:
         require(
@@ -275,6 +281,10 @@ class RuntimeConfig:
         require(
             self.tensor_parallel >= 1,
             f"runtime.tensor_parallel={self.tensor_parallel}: must be a number of devices; try 1",
+        )
+        require(
+            self.products in PRODUCTS,
+            f"runtime.products={self.products}: must be one of {', '.join(PRODUCTS)}; try auto",
         )
         require(0 <= self.seed < 2**32, f"runtime.seed={self.seed}: must be in [0, 2**32); try 0")
 

@@ -98,12 +98,13 @@ class LLM:
     def _build(
         self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
     ) -> None:
-        from pagedjax.kernels import native
+        from pagedjax.kernels import native, products
         from pagedjax.runtime import JaxRunner
         from pagedjax.runtime.mesh import make_place
         from pagedjax.runtime.pools import check_memory, plan_pools
 
         config = self.config
+        _check_int8(config)
         loaded = self._load(config.model.model)
         self.tokenizer = loaded.tokenizer
         length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
@@ -133,11 +134,15 @@ class LLM:
             groups=groups,
             events=self.events,
         )
-        with bar("compiling the attention kernel for this CPU", None, self.progress and native.needs_build()):
+        with bar("compiling the kernels for this CPU", None, self.progress and native.needs_build()):
             try:
                 native.prepare(config.runtime.implementation or None)
             except RuntimeError as error:  # only where it was asked for by name
                 raise NotImplementedError(f"runtime.implementation=native: {error}; try xla") from None
+            try:
+                products.prepare(config.runtime.products)
+            except RuntimeError as error:
+                raise NotImplementedError(f"runtime.products=native: {error}; try xla") from None
         self.runner = JaxRunner(
             loaded.config,
             loaded.params,
@@ -152,6 +157,7 @@ class LLM:
             deterministic=config.runtime.deterministic,
             tuning=self._tuning,
             place=place,
+            products=config.runtime.products,
         )
         if self._channel is not None and self._channel.hosts.index == 0:
             self.runner.lead(self._channel)
@@ -571,6 +577,23 @@ def _check_names(config: Config) -> None:
             KERNEL_PLUGINS.find(name)
         except ValueError as error:
             raise ValueError(f"runtime.{error}, or empty for the best that serves here") from None
+
+
+def _check_int8(config: Config) -> None:
+    """Refuse int8 weights where nobody multiplies with them, before they are read."""
+    from pagedjax.kernels.layout import device_class
+
+    if config.model.dtype != "int8":
+        return
+    if device_class() != "cpu":
+        raise ValueError(
+            f"model.dtype=int8: is for CPUs, and this is a {device_class().upper()}; try bfloat16"
+        )
+    if config.runtime.tensor_parallel > 1:
+        raise ValueError(
+            f"model.dtype=int8: runs on one device, not tensor_parallel={config.runtime.tensor_parallel}; "
+            "try float32 or bfloat16"
+        )
 
 
 def _read_template(path: str) -> str | None:

@@ -90,8 +90,8 @@ def computed_how(llm: LLM) -> dict[str, str]:
     cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
     kind = platform.machine() if device.platform == "cpu" else device.device_kind
     return {
-        "dtype": f"{config.model.dtype}, KV {config.cache.dtype or config.model.dtype}",
-        "implementation": config.runtime.implementation or "preferred",
+        "dtype": f"{config.model.dtype}, KV {llm.runner.layout.dtype}",
+        "implementation": f"{config.runtime.implementation or 'preferred'}, {llm.runner.products} products",
         "device": f"{device.platform} {kind}{cores}{sharing}",
     }
 

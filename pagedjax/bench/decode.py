@@ -4,7 +4,8 @@ Three bounds, each looser than the last:
 
     dense      a bare jitted loop over a dense cache: the same decoder and weights, no paging, no scheduler
     products   the step's matrix products alone
-    floor      the bytes of the weights over the read bandwidth of this machine
+    memory     the bytes of weights and of keys and values over the read bandwidth of this machine
+    peak       the operations of the products over the best rate that a product in the cache reaches here
 
 All are timed in turn, round after round, and the best round of each is kept: on a shared machine only
 ratios taken so mean anything.
@@ -13,9 +14,11 @@ ratios taken so mean anything.
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,9 +27,9 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.engine.request import SamplingParams
+from pagedjax.kernels.products import product
 from pagedjax.models import make_decoder
 from pagedjax.models.decoder import Decoder, layer_name
-from pagedjax.models.layers import matmul_t
 
 if TYPE_CHECKING:
     from pagedjax.engine import StepRecord
@@ -63,11 +66,11 @@ def run(
     """
     check_fits(llm, batches, context, tokens)
     llm.warm_up()
-    floor_s = _FloorTimer(llm.runner.params)
+    floor_s, peak_s = _FloorTimer(llm.runner.params), _PeakTimer(llm.runner.products)
     rows = []
     for batch in batches:
-        note(f"batch {batch}: {rounds} rounds of engine, dense loop, products, floor")
-        rows.append(_measure_batch(llm, batch, context, tokens, rounds, floor_s))
+        note(f"batch {batch}: {rounds} rounds of engine, dense loop, products, floors")
+        rows.append(_measure_batch(llm, batch, context, tokens, rounds, floor_s, peak_s))
     return rows
 
 
@@ -138,6 +141,48 @@ def mixed_step(
     }
 
 
+def beside_peers(rows: Sequence[TableRow], files: Sequence[Path]) -> list[TableRow]:
+    """What other engines' scripts measured, beside this one's rows of the same batch.
+
+    Args:
+        rows: Of `run`.
+        files: JSON as those scripts write it: who, and rows of batch, decode_tok_s and prefill_tok_s.
+
+    Raises:
+        ValueError: A file that is none of these; names what is missing.
+    """
+    found: list[TableRow] = []
+    for file in files:
+        try:
+            said = json.loads(file.read_text("utf-8"))
+            who = said.get("peer", "vllm")
+            version = said["version" if "peer" in said else "vllm"]
+            kind = str(said["args"].get("dtype") or Path(said["args"]["model"]).stem)
+            peers = [
+                (int(r["batch"]), float(r["prefill_tok_s"]), float(r["decode_tok_s"])) for r in said["rows"]
+            ]
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"--peers {file}: {type(error).__name__}: {error}: must be JSON with peer or vllm, args and rows of "
+                "batch, prefill_tok_s and decode_tok_s; give what the peer's script wrote with --json"
+            ) from None
+        for batch, prefill, decode in peers:
+            for ours in [row for row in rows if row["batch"] == batch]:
+                found.append(
+                    {
+                        "peer": f"{who} {version}",
+                        "peer's weights": kind,
+                        "our weights": ours["dtype"],
+                        "batch": batch,
+                        "peer's prefill tok/s": prefill,
+                        "peer's decode tok/s": decode,
+                        "our decode tok/s": ours["decode tok/s"],
+                        "ours / peer's": ours["decode tok/s"] / decode,
+                    }
+                )
+    return found
+
+
 # ---- the engine --------------------------------------------------------------------------------------------
 
 
@@ -203,11 +248,16 @@ def timed_step(recorder: StepRecords) -> float:
 
 
 def _measure_batch(
-    llm: LLM, batch: int, context: int, tokens: int, rounds: int, floor: _FloorTimer
+    llm: LLM, batch: int, context: int, tokens: int, rounds: int, floor: _FloorTimer, peak: _PeakTimer
 ) -> TableRow:
     dense = DenseLoop(llm, batch, context + tokens + 2)
     products = _Products(llm, batch)
-    prefill_s, step_s, dense_s, products_s, floor_s = [], [], [], [], []
+    prefill_s, step_s, dense_s, products_s, floor_s, peak_s = [], [], [], [], [], []
+    layouts = llm.runner.layouts
+    kv_bytes = (
+        batch * context * sum(2 * l.num_layers * l.kv_width * jnp.dtype(l.dtype).itemsize for l in layouts)
+    )
+    flops = 2 * batch * _matrix_entries(llm.runner.params)
     hosts: list[np.ndarray] = []
     for round_ in range(rounds):
         with (
@@ -221,20 +271,24 @@ def _measure_batch(
             hosts.append(np.median([_host_seconds(record) for record in recorder.records], axis=0))
         dense_s.append(dense.best_step(context, tokens))
         products_s.append(products.best(tokens))
-        floor_s.append(floor())
+        floor_s.append(floor(kv_bytes))
+        peak_s.append(peak(flops))
     best = min(step_s)
     host = np.min(hosts, axis=0) / batch * 1e6
     return {
+        "dtype": llm.config.model.dtype,
         "batch": batch,
         "context": context,
         "prefill tok/s": batch * context / min(prefill_s),
         "decode tok/s": batch / best,
         "dense tok/s": batch / min(dense_s),
         "products tok/s": batch / min(products_s),
-        "floor tok/s": batch / min(floor_s),
+        "memory tok/s": batch / min(floor_s),
+        "peak tok/s": batch / min(peak_s),
         "of dense": min(dense_s) / best,
         "of products": min(products_s) / best,
-        "of floor": min(floor_s) / best,
+        "of memory": min(floor_s) / best,
+        "of peak": min(peak_s) / best,
         "schedule µs/row": host[0],
         "pack µs/row": host[1],
         "dispatch µs/row": host[2],
@@ -265,7 +319,8 @@ class DenseLoop:
         shape = (batch, config.num_kv_heads, length, config.head_dim)
         dtype = llm.runner.layout.dtype
         self.cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
-        graphdef = make_decoder(config, jnp.dtype(dtype))
+        weights = jax.tree.leaves(self.params)[0].dtype
+        graphdef = make_decoder(config, weights, products=llm.runner.products)
 
         def step(params: Any, cache: Any, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
             decoder: Decoder = nnx.merge(graphdef, params)
@@ -323,20 +378,23 @@ class _Products:
     def __init__(self, llm: LLM, batch: int) -> None:
         config = llm.model_config
         width = config.num_heads * config.head_dim
+        times = functools.partial(_times, implementation=llm.runner.products)
 
         def chain(params: Any, x: jax.Array) -> jax.Array:
             for layer in range(config.num_layers):
                 block = params[layer_name(layer)]
-                mixed = matmul_t(x, block["qkv"]["weight"])[:, :width]
-                x = matmul_t(mixed, block["out"]["weight"])
-                up = matmul_t(x, block["mlp"]["up"]["weight"])[:, : config.d_mlp]
-                x = matmul_t(up, block["mlp"]["down"]["weight"])
-            return matmul_t(x, params["lm_head"]["weight"])
+                mixed = times(x, block["qkv"])[:, :width]
+                x = times(mixed, block["out"])
+                up = times(x, block["mlp"]["up"])[:, : config.d_mlp]
+                x = times(up, block["mlp"]["down"])
+            return times(x, params["lm_head"])
 
         self._chain = jax.jit(chain)
         self._params = llm.runner.params
         # Zeros: the chain has no norm that would keep numbers small, and denormals would be slow.
-        self._x = jnp.zeros((batch, config.d_model), llm.runner.params["lm_head"]["weight"].dtype)
+        kind = self._params["lm_head"]["weight"].dtype
+        wide = llm.runner.products == "native" or kind == jnp.int8
+        self._x = jnp.zeros((batch, config.d_model), jnp.float32 if wide else kind)
         self._chain(self._params, self._x).block_until_ready()
 
     def best(self, times: int) -> float:
@@ -345,21 +403,55 @@ class _Products:
         )
 
 
+def _times(x: jax.Array, linear: Any, *, implementation: str) -> jax.Array:
+    return product(x, linear["weight"], linear.get("weight_scale"), implementation=implementation)
+
+
+def _matrix_entries(params: Any) -> int:
+    """Entries of all matrices that a token is multiplied with."""
+    leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in params.items() if k != "embed"})
+    return sum(leaf.size for path, leaf in leaves if leaf.ndim == 2 and path[-1].key == "weight")
+
+
+class _PeakTimer:
+    """Seconds of so many operations at the best rate at which float32 products run here, of some that fit a cache."""
+
+    _SIZES = ((64, 256, 512), (256, 512, 512))  # rows, outputs, depth
+
+    def __init__(self, implementation: str) -> None:
+        self._calls: list[tuple[int, Callable[[], Any]]] = []
+        for name in {implementation, "xla"}:
+            times = jax.jit(functools.partial(product, implementation=name))
+            for rows, outputs, depth in self._SIZES:
+                x, w = jnp.ones((rows, depth)), jnp.ones((outputs, depth))
+                call = functools.partial(times, x, w)
+                call().block_until_ready()
+                self._calls.append((2 * rows * outputs * depth, call))
+
+    def __call__(self, flops: int) -> float:
+        def seconds(call: Callable[[], Any]) -> float:
+            return min(_timed(lambda: call().block_until_ready()) for _ in range(20))
+
+        return min(seconds(call) * flops / each for each, call in self._calls)
+
+
 class _FloorTimer:
-    """Seconds to read as many bytes as a decode step must: all weights but the embedding table."""
+    """Seconds to read as many bytes as a decode step must: all weights but the embedding table, and more."""
 
     def __init__(self, params: Any) -> None:
-        leaves = jax.tree.leaves({name: leaf for name, leaf in params.items() if name != "embed"})
-        num_bytes = sum(leaf.nbytes for leaf in leaves)
+        leaves = jax.tree.leaves({k: leaf for k, leaf in params.items() if k not in ("embed", "embed_scale")})
+        self._num_bytes = num_bytes = sum(leaf.nbytes for leaf in leaves)
         lanes = 4096
         self._array = jnp.ones((max(1, num_bytes // 4 // lanes), lanes), jnp.float32)
         self._scale = num_bytes / self._array.nbytes
         self._read = jax.jit(lambda array: array.sum(axis=1))
         self._read(self._array).block_until_ready()
 
-    def __call__(self) -> float:
-        return self._scale * min(
-            _timed(lambda: self._read(self._array).block_until_ready()) for _ in range(10)
+    def __call__(self, more_bytes: int = 0) -> float:
+        return (
+            self._scale
+            * (1 + more_bytes / self._num_bytes)
+            * min(_timed(lambda: self._read(self._array).block_until_ready()) for _ in range(10))
         )
 
 

@@ -10,6 +10,7 @@ import click
 
 from pagedjax.cli.options import Common, common_options, emit_json
 from pagedjax.cli.trace_options import FILE
+from pagedjax.config import WEIGHT_DTYPES, ModelSource
 from pagedjax.paths import AnyPath, replace_text
 
 _COUNT = click.IntRange(min=1)
@@ -50,22 +51,67 @@ def _show(common: Common, tables: dict[str, list[dict[str, Any]]]) -> None:
 @click.option(
     "--rounds", type=_COUNT, default=3, show_default=True, help="Interleaved rounds; the best of each counts."
 )
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(WEIGHT_DTYPES),
+    help="Of the weights; repeatable.  [default: float32, bfloat16 and int8 on CPU, else model.dtype]",
+)
+@click.option(
+    "--peers",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON that another engine's script wrote, to stand beside; repeatable.",
+)
 # 31 decodes and a 256-token chunk must fit one step.
 @common_options(scheduler__token_budget=288, scheduler__chunk_tokens=256, cache__memory_bytes="1536MiB")
-def decode(common: Common, batches: tuple[int, ...], context: int, tokens: int, rounds: int) -> None:
-    """Speed of the engine beside a dense loop, its matrix products and the floor; preemption by swap and recompute."""
+def decode(
+    common: Common,
+    batches: tuple[int, ...],
+    context: int,
+    tokens: int,
+    rounds: int,
+    dtypes: tuple[str, ...],
+    peers: tuple[Path, ...],
+) -> None:
+    """Speed of the engine beside a dense loop, its matrix products and its floors; preemption by swap and recompute."""
     from pagedjax.bench import decode as bench
     from pagedjax.bench import preemption as preemptions
 
-    llm = common.llm()
-    rows = bench.run(
-        llm, batches or (1, 8, 32), context=context, tokens=tokens, rounds=rounds, note=common.note
-    )
+    bench.beside_peers([], peers)  # files that are none are refused before anything is measured
+
+    def measured(llm: Any) -> list[dict[str, Any]]:
+        sizes = batches or (1, 8, 32)
+        return bench.run(llm, sizes, context=context, tokens=tokens, rounds=rounds, note=common.note)
+
+    def made(dtype: str) -> Any:
+        common.note(f"weights in {dtype}")
+        return replace(common, config=common.config.replace({"model.dtype": dtype})).llm()
+
+    first_dtype, *others = dtypes or _dtypes_here(common)
+    rows = [
+        row for dtype in others for row in measured(made(dtype))
+    ]  # one engine's weights and pool at a time
+    llm = made(first_dtype)
+    rows = [*measured(llm), *rows]
     first, mixed = bench.first_token(llm, rounds=rounds), bench.mixed_step(llm, context=context)
     del llm  # its pool makes room for the other engine's
     preempting = replace(common, config=common.config.replace(_PREEMPTING)).llm()
     preempted = preemptions.run(preempting, _CONTEXTS, note=common.note)
-    _show(common, {"decode": rows, "first token": [first], "mixed step": [mixed], "preemption": preempted})
+    tables = {"decode": rows, "first token": [first], "mixed step": [mixed], "preemption": preempted}
+    if peers:
+        tables["peers"] = bench.beside_peers(rows, peers)
+    _show(common, tables)
+
+
+def _dtypes_here(common: Common) -> tuple[str, ...]:
+    """What a run without --dtype compares: what is served, where the setting is left at its default."""
+    from pagedjax.kernels.layout import device_class
+
+    own = common.config.model.dtype
+    alone = device_class() != "cpu" or common.config.runtime.tensor_parallel > 1
+    return (own,) if alone or own != ModelSource().dtype else ("float32", "bfloat16", "int8")
 
 
 @command.command("preemption")

@@ -1,4 +1,4 @@
-// Decode attention over a paged KV pool, and the write of new rows into it, for CPUs.
+// Attention over a paged KV pool, the write of new rows into it, and products with weights, for CPUs.
 //
 // A unit of work is one decode row and one chunk of its keys, all KV heads at once, because a token's
 // row of the pool is contiguous: the pool is read once, in order, block by block. Each unit leaves a
@@ -18,11 +18,15 @@
 #include <mutex>
 #include <vector>
 
+#include "products.h"
+#include "tiles.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
+
+using lanes::ExpNegative;
 
 constexpr float kNone = -1e30f;  // the maximum over no key, as in xla.py
 constexpr int kStrip = 16;       // tokens whose scores are computed before the maximum is renewed
@@ -47,25 +51,6 @@ struct Shape {
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
 };
-
-// exp for x <= 0, relative error below 2e-7 and 0 below -87; a polynomial, so that the compiler vectorises it.
-inline float ExpNegative(float x) {
-  const bool tiny = x < -87.0f;
-  x = tiny ? -87.0f : x;
-  const float n = std::floor(x * 1.44269504f + 0.5f);
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return tiny ? 0.0f : y * scale;
-}
 
 // Up to kStrip consecutive rows against one KV head. kH, kV: lanes of key and value known at compile time, or 0.
 template <typename T, int kH, int kV>
@@ -257,6 +242,8 @@ void DecodeAll(ffi::ThreadPool& threads, const Shape& s, const float* q, const T
 // Buffers whose dtype and rank the interface itself checks.
 using F32x4 = ffi::Buffer<ffi::F32, 4>;
 using F32x3 = ffi::Buffer<ffi::F32, 3>;
+using F32x2 = ffi::Buffer<ffi::F32, 2>;
+using Floats = ffi::Buffer<ffi::F32, 1>;
 using Table = ffi::Buffer<ffi::S32, 2>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Int = ffi::Buffer<ffi::S32, 0>;
@@ -297,6 +284,54 @@ ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int lay
   return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
 }
 
+// Tiles of queries of rows of several tokens; their states are written over `acc`, `m` and `l`.
+ffi::Error Tiles(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int layer, Table tables, Ints lens, Ints starts,
+                 Ints tile_row, Ints tile_start, Int num_tiles, F32x4 old_acc, F32x3 old_m, F32x3 old_l,
+                 ffi::Result<F32x4> acc, ffi::Result<F32x3> m, ffi::Result<F32x3> l, int64_t blocks,
+                 int64_t tile_queries, int64_t window) {
+  const auto dims = q.dimensions();
+  const auto pool_dims = pool.dimensions();
+  const int64_t layers = NumLayers(pool, blocks);
+  if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
+  const tiles::Shape s{dims[1], dims[2], dims[3], tables.dimensions()[1], blocks, pool_dims[1], pool_dims[2], window};
+  const int64_t T = dims[0], S = tables.dimensions()[0], heads = T * s.K * s.G;
+  if (2 * s.K * s.H > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || S < 1 || tile_queries < 1)
+    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token in blocks of a power of two");
+  if (static_cast<int64_t>(lens.element_count()) < S || static_cast<int64_t>(starts.element_count()) < S + 1 ||
+      tile_start.element_count() != tile_row.element_count() ||
+      static_cast<int64_t>(old_acc.element_count()) != heads * s.H ||
+      static_cast<int64_t>(old_m.element_count()) != heads || static_cast<int64_t>(old_l.element_count()) != heads ||
+      acc->size_bytes() != old_acc.size_bytes() || m->size_bytes() != old_m.size_bytes() ||
+      l->size_bytes() != old_l.size_bytes())
+    return ffi::Error::InvalidArgument("tables, lens, tiles and state: must have the queries' rows");
+  auto keep = [](auto& old, auto& now) {
+    if (old.untyped_data() != now->untyped_data()) std::memcpy(now->untyped_data(), old.untyped_data(), old.size_bytes());
+  };
+  keep(old_acc, acc), keep(old_m, m), keep(old_l, l);
+  const tiles::State state{acc->typed_data(), m->typed_data(), l->typed_data()};
+  const int64_t most = std::max<int64_t>(1, tiles::kRows / s.G);
+  const int64_t n = std::clamp<int64_t>(num_tiles.typed_data()[0], 0, tile_row.element_count());
+  std::vector<tiles::Unit> units;
+  for (int64_t i = n - 1; i >= 0; --i) {  // the last ones see the most keys
+    const int64_t row = std::clamp<int64_t>(tile_row.typed_data()[i], 0, S - 1);
+    const int64_t end = std::min<int64_t>(starts.typed_data()[row + 1], T);
+    const int64_t from = std::max<int64_t>(tile_start.typed_data()[i], 0), to = std::min(from + tile_queries, end);
+    const int64_t before = lens.typed_data()[row] - end;
+    for (int64_t at = from; at < to; at += most)
+      for (int64_t k = 0; k < s.K && before + at >= 0; ++k)
+        units.push_back({tables.typed_data() + row * s.M, at, std::min(most, to - at), before + at, k});
+  }
+  const int64_t where = std::clamp<int64_t>(layer.typed_data()[0], 0, layers - 1) * blocks * s.B * s.W;
+  auto run = [&](auto* data) {
+    ParallelFor(threads, static_cast<int64_t>(units.size()),
+                [&](int64_t i) { tiles::Work(s, units[i], q.typed_data(), data + where, state); });
+    return ffi::Error::Success();
+  };
+  if (pool.element_type() == ffi::F32) return run(static_cast<const float*>(pool.untyped_data()));
+  if (pool.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(pool.untyped_data()));
+  return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
+}
+
 // Rows kv[t] to slots[t] of one layer, in place; slots outside the layer, and layers outside the pool, are dropped.
 ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, Ints slots, Int layer, ffi::Result<ffi::AnyBuffer> out,
                  int64_t blocks) {
@@ -322,7 +357,57 @@ ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, Ints slots, Int layer, 
   return ffi::Error::Success();
 }
 
+// y[T, O] = x[T, K] w[O, K]^T; `scale` is empty, or of int8 rows.
+ffi::Error Product(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats scale, ffi::Result<F32x2> y) {
+  const auto dims = w.dimensions();
+  const int64_t T = x.dimensions()[0], K = x.dimensions()[1];
+  if (dims.size() != 2 || dims[1] != K || static_cast<int64_t>(y->element_count()) != T * dims[0])
+    return ffi::Error::InvalidArgument("w: must be [O, K] for x [T, K] and y [T, O]");
+  const int64_t O = dims[0];
+  auto parallel = [&](int64_t n, const auto& work) { ParallelFor(threads, n, work); };
+  auto run = [&](auto* data) {
+    products::Product(parallel, threads.num_threads(), x.typed_data(), data, scale.typed_data(), y->typed_data(), T, O,
+                      K);
+    return ffi::Error::Success();
+  };
+  if (w.element_type() == ffi::F32) return run(static_cast<const float*>(w.untyped_data()));
+  if (w.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(w.untyped_data()));
+  if (w.element_type() == ffi::S8 && static_cast<int64_t>(scale.element_count()) == O)
+    return run(static_cast<const int8_t*>(w.untyped_data()));
+  return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxTiles, Tiles,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32x4>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Int>()
+                                  .Arg<Table>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Int>()
+                                  .Arg<F32x4>()
+                                  .Arg<F32x3>()
+                                  .Arg<F32x3>()
+                                  .Ret<F32x4>()
+                                  .Ret<F32x3>()
+                                  .Ret<F32x3>()
+                                  .Attr<int64_t>("blocks")
+                                  .Attr<int64_t>("tile_queries")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxProduct, Product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32x2>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
+                                  .Ret<F32x2>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxDecode, Decode,
                               ffi::Ffi::Bind()

@@ -1,8 +1,9 @@
-"""Paged attention on CPUs in C++: the decode rows of a step, and the write of its keys and values.
+"""Kernels for CPUs in C++: paged attention, the write of keys and values, and products with weights.
 
 XLA on CPU gathers a row's blocks into a dense temporary before it multiplies, and starts a dozen small
 operations for each few chunks. `native.cc` reads the pool in place, once, through XLA's foreign function
-interface and on XLA's own threads. Rows of several tokens are left to `xla`: there the products dominate.
+interface and on XLA's own threads. Tiles of several queries are `tiles.h`, products with
+weights `products.h` (called by `products.py`).
 
 The library is compiled for this very machine by its C++ compiler, once, into the user's cache folder
 (`prepare`). Where there is none, `xla` serves, and `pagedjax doctor` says so. As build tools do, it reads the
@@ -33,7 +34,13 @@ from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
 from pagedjax.paths import user_cache_dir
 
 _SOURCE = Path(__file__).with_name("native.cc")
-_TARGETS = {"pagedjax_decode": "PagedjaxDecode", "pagedjax_write": "PagedjaxWrite"}
+_HEADERS = tuple(_SOURCE.with_name(name) for name in ("lanes.h", "products.h", "tiles.h"))
+_TARGETS = {
+    "pagedjax_decode": "PagedjaxDecode",
+    "pagedjax_write": "PagedjaxWrite",
+    "pagedjax_tiles": "PagedjaxTiles",
+    "pagedjax_product": "PagedjaxProduct",
+}
 _X86 = platform.machine() in ("x86_64", "AMD64")
 # No -ffast-math: it would reorder the argument reduction of exp. Only the marked loops are reordered.
 _FLAGS = (
@@ -69,7 +76,7 @@ def library_path() -> Path:
     import jaxlib
 
     parts = (
-        _SOURCE.read_bytes(),
+        *(path.read_bytes() for path in (_SOURCE, *_HEADERS)),
         " ".join((target(), *_FLAGS)).encode(),
         jaxlib.__version__.encode(),
         _machine().encode(),
@@ -244,6 +251,8 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         decode_items=_decode_items,
+        # No tanh of many lanes in C++; and a latent row is key and value of many heads, whose products dominate.
+        tile_items=None if soft_cap or pool.layout.latent_dim else _tile_items,
     )
 
 
@@ -281,6 +290,34 @@ def _decode_items(
         value_dim=layout.value_dim,
         value_offset=layout.value_offset,
         soft_cap=np.float32(params.soft_cap or 0),
+    )
+    return acc, m, l
+
+
+def _tile_items(
+    queries: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    params: xla.Params,
+    state: xla.State,
+) -> xla.State:
+    """The state of all tokens with that of the tiles' tokens, queries f32[T, K, G, H], written over it."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state]
+    acc, m, l = jax.ffi.ffi_call("pagedjax_tiles", shapes, input_output_aliases={9: 0, 10: 1, 11: 2})(
+        queries,
+        pool.data,
+        jnp.asarray(layer, jnp.int32),
+        ragged.block_tables,
+        ragged.seq_lens,
+        ragged.query_start_loc,
+        ragged.tile_row,
+        ragged.tile_start,
+        ragged.num_tiles,
+        *state,
+        blocks=pool.layout.num_blocks,
+        tile_queries=ragged.tile_queries,
+        window=params.window or 0,
     )
     return acc, m, l
 

@@ -45,16 +45,18 @@ def attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
     decode_items: Callable[..., State] | None = None,
+    tile_items: Callable[..., State] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(o f[T, N, Hv], lse f32[T, N]) of `paged_attention`; serves every case.
 
     Args:
         decode_items: Works the items of the decode list in place of this module's loop; same arguments.
+        tile_items: Works the tiles likewise, over a state of T tokens.
     """
     params = Params(scale, window, soft_cap)
     Sd = ragged.decode_bucket
     queries = scaled_queries(q, pool, scale)
-    work_items = decode_items or _decode_items
+    work_items, work_tiles = decode_items or _decode_items, tile_items or _tiles
     return assemble(
         q,
         pool,
@@ -63,8 +65,8 @@ def attend(
         params,
         sinks,
         decode=lambda: work_items(queries[:Sd], pool, layer, ragged, params),
-        tiles=lambda state: _tiles(queries, pool, layer, ragged, params, state),
-        spare=ragged.tile_queries,
+        tiles=lambda state: work_tiles(queries, pool, layer, ragged, params, state),
+        spare=0 if tile_items else ragged.tile_queries,
     )
 
 

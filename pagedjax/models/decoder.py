@@ -29,7 +29,7 @@ from pagedjax.models.layers import (
     Linear,
     Mlp,
     Norm,
-    matmul_t,
+    matrix,
     param,
     rope_frequencies,
     rope_tables,
@@ -109,11 +109,15 @@ class Decoder(nnx.Module):
     whole on every device.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, cut: Cut | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, cut: Cut | None = None, products: str = "xla"
+    ) -> None:
         self.cut = cut
+        # The native products and int8 weights take float32; what the KV pool holds is its own affair.
+        self.activations = jnp.dtype(jnp.float32) if products == "native" or dtype == jnp.int8 else dtype
         axis = None if cut is None else AXIS
         self.config = config = config if cut is None else cut.local
-        self.embed = param((config.vocab_size, config.d_model), dtype)
+        self.embed, self.embed_scale = matrix(config.vocab_size, config.d_model, dtype)
         if config.positions == "learned":
             self.position_embed = param((config.max_model_len, config.d_model), dtype)
         for layer in range(config.num_layers):
@@ -121,6 +125,9 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(config.d_model, config, dtype)
         # A leaf of its own even where it is tied: loaders then put the embedding's array in both places.
         self.lm_head = Linear(config.d_model, config.vocab_size, dtype)
+        for _, module in nnx.iter_graph(self):
+            if isinstance(module, Linear):
+                module.products = products
 
     def __call__(
         self, tokens: Array, positions: Array, kv: Any, attend: Attend, num_tokens: Array | None = None
@@ -149,7 +156,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """hidden f[Q, D] → f32[Q, V]; of the device's own tokens where there is a cut, -inf for padding."""
-        scores = matmul_t(hidden, self.lm_head.weight[...], jnp.float32)
+        scores = self.lm_head.product(hidden, jnp.float32)
         scores = soft_cap(scores, self.config.logit_soft_cap)
         if self.cut is None or self.cut.devices * self.cut.tokens == self.cut.config.vocab_size:
             return scores
@@ -163,8 +170,10 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Array) -> Array:
         """i32[T] → f[T, D]: each token's row comes from the one device that holds it."""
         table = self.embed[...]
+        if self.embed_scale is not None:
+            return table[tokens].astype(self.activations) * self.embed_scale[...][tokens][:, None]
         if self.cut is None:
-            return table[tokens]
+            return table[tokens].astype(self.activations)
         at = tokens - self._first_token()
         here = (at >= 0) & (at < table.shape[0])
         rows = jnp.where(here[:, None], table[jnp.where(here, at, 0)], jnp.zeros((), table.dtype))
@@ -205,21 +214,22 @@ def pool_layout(
 
 
 def make_decoder(
-    config: ModelConfig, dtype: str | jnp.dtype = "float32", cut: Cut | None = None
+    config: ModelConfig, dtype: str | jnp.dtype = "float32", cut: Cut | None = None, products: str = "xla"
 ) -> nnx.GraphDef:
     """The decoder's structure, without any array.
 
     Args:
         config: Shapes and switches.
-        dtype: Of parameters and activations.
+        dtype: Of parameters and activations; int8 is that of the matrices alone, each with a scale per row.
         cut: How the model is dealt out to devices; `forward` and `logits` then are one device's part, for `shard_map`
             over the axis `sharding.AXIS`.
+        products: "xla" or "native", see `pagedjax.kernels.products`; with "native" activations are float32.
 
     Returns:
         The graph definition that `forward` and `logits` take. Close over it in a jitted function; as a
         static argument it would be hashed at each call.
     """
-    return nnx.split(Decoder(config, jnp.dtype(dtype), cut))[0]
+    return nnx.split(Decoder(config, jnp.dtype(dtype), cut, products))[0]
 
 
 def abstract_params(config: ModelConfig, dtype: str | jnp.dtype = "float32") -> Params:

@@ -30,7 +30,7 @@ Report = Callable[[int], None]  # told the bytes of each leaf when it is done
 # (path, shape) of a leaf → where it lives; None puts it on the default device.
 ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding]
 
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int8": np.int8}
 _CHECKPOINT_CHUNK_BYTES = 4 << 20
 _HEAD = ("lm_head", "weight")  # the embedding itself where the model ties them
 
@@ -77,6 +77,8 @@ def read_params(
     """
     numpy_dtype(dtype)
     kinds = {name: np.dtype(leaf.dtype) for name, leaf in flat(abstract_params(config, dtype))}
+    if dealer is not None:
+        _refuse_dealt(dtype)
     leaves = leaves_of(config, names, tied=config.tie_embeddings)
     check_tensors(file, leaves, names, tied=config.tie_embeddings)
     # Strips of float32 grow with the model: few calls for a large one, little beside a small one.
@@ -94,6 +96,8 @@ def read_params(
                 params["embed"] if dealer else jax.device_put(params["embed"], where)
             )  # no copy on its device
             set_leaf(params, leaf.path, head)
+            if dtype == "int8":
+                set_leaf(params, scale_path(leaf.path), params["embed_scale"])
             if report:
                 report(math.prod(leaf.shape) * kind.itemsize)
             continue
@@ -102,12 +106,57 @@ def read_params(
             if report:
                 report(math.prod(leaf.shape) * kind.itemsize)
             continue
-        buffer = _aligned_empty(leaf.shape, kind)
+        buffer = _aligned_empty(leaf.shape, np.dtype(np.float32) if kind == np.int8 else kind)
         _fill(buffer, file, leaf, strip)
+        if kind == np.int8:
+            buffer, scales = quantise(buffer)
+            set_leaf(params, scale_path(leaf.path), jax.device_put(scales, where))
         set_leaf(params, leaf.path, jax.device_put(buffer, where))
         if report:
-            report(buffer.nbytes)
+            report(math.prod(leaf.shape) * kind.itemsize)
     return params
+
+
+# ---- int8 ------------------------------------------------------------------------------------------------
+
+
+def quantise(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix f32[O, D] as int8[O, D] and the scale of each row, f32[O]: 127 of them are the row's largest entry."""
+    scales = np.abs(matrix).max(axis=1, initial=0.0).astype(np.float32) / np.float32(127)
+    whole = _aligned_empty(matrix.shape, np.dtype(np.int8))
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+    step = max(1, (1 << 20) // max(1, matrix.shape[1]))
+    for at in range(0, len(matrix), step):  # in strips: the rounded numbers are wide for a moment
+        whole[at : at + step] = np.rint(matrix[at : at + step] * inverse[at : at + step, None])
+    return whole, scales
+
+
+def scale_path(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the scales of an int8 matrix lie."""
+    return (*path[:-1], f"{path[-1]}_scale")
+
+
+def quantised(params: Params, config: ModelConfig) -> Params:
+    """Parameters in float32 as those of dtype int8; a tied output matrix stays the embedding itself."""
+    out: Params = {}
+    wanted = dict(flat(abstract_params(config, "int8")))
+    for name, leaf in flat(params):
+        path = tuple(name.split("/"))
+        if wanted[name].dtype != jnp.int8:
+            set_leaf(out, path, leaf)
+            continue
+        if path == _HEAD and config.tie_embeddings:
+            whole, scales = out["embed"], out["embed_scale"]
+        else:
+            whole, scales = map(jax.device_put, quantise(np.asarray(leaf, np.float32)))
+        set_leaf(out, path, whole)
+        set_leaf(out, scale_path(path), scales)
+    return out
+
+
+def _refuse_dealt(dtype: str) -> None:
+    if dtype == "int8":
+        raise ModelError("dtype='int8': runs on one device; use float32 or bfloat16 on several")
 
 
 def check_tensors(file: TensorFile, leaves: list[Leaf], names: Names, *, tied: bool) -> None:
@@ -192,6 +241,14 @@ def restore_params(
         ModelError: It holds another model (named by the first path that differs), or cannot be read.
     """
     numpy_dtype(dtype)
+    if dealer is not None:
+        _refuse_dealt(dtype)
+    if dtype == "int8" and not _holds_int8(path):
+        return quantised(restore_params(path, config, sharding=sharding), config)
+    if dtype != "int8" and _holds_int8(path):
+        raise ModelError(
+            f"{path}: holds int8 weights: dtype must be int8; use it, or convert the model again"
+        )
     wanted = dict(flat(abstract_params(config, dtype)))
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target: Params = {}
@@ -231,6 +288,8 @@ def restore_params(
     elif config.tie_embeddings:
         where = target[_HEAD[0]][_HEAD[1]].sharding
         set_leaf(params, _HEAD, jax.device_put(params["embed"], where))
+        if dtype == "int8":
+            set_leaf(params, scale_path(_HEAD), params["embed_scale"])
     return params
 
 
@@ -272,6 +331,16 @@ def _check_finite(name: str, finite: Any, stored: Any, dtype: np.dtype) -> None:
         raise ModelError(
             f"{name} holds values that are not finite in {dtype.name}: weights must be; {remedy}"
         )
+
+
+def _holds_int8(path: Path) -> bool:
+    """Whether a checkpoint's embedding is stored as int8; one that cannot be read holds none, and is refused later."""
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            stored = checkpointer.metadata(path.absolute()).item_metadata.tree
+            return bool(np.dtype(stored["embed"].dtype) == np.int8)
+    except Exception:
+        return False
 
 
 def _same_tree(path: Path, wanted: dict[str, Any], stored: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import PACKAGED, KVLayout, KVPool, Tuning, native, plan_sizes
 from pagedjax.kernels.layout import device_class
+from pagedjax.kernels.products import choose as choose_products
+from pagedjax.kernels.products import prepare as prepare_products
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
@@ -83,12 +85,14 @@ class JaxRunner:
         deterministic: The setting of this name: one program of one shape computes every step, slice by slice.
         tuning: The user's own sizes of kernels' pieces, before those of the package.
         place: The devices, from `runtime.mesh.make_place`.
+        products: Who multiplies with weights: the setting of this name.
 
     Attributes:
         layouts: Of the whole model's pools; a device's part is `pools[group].layout`.
         pools: The KV pool of each group, donated to each step and replaced by what it returns. With several devices its
             minor axis holds their parts side by side.
         may_plan: Whether plans may come here; not to a process that follows another.
+        products: "native" or "xla", what the setting came to.
         weights_version: Grows with every change of the weights; the engine sees it and computes anew what is cached.
 
     Raises:
@@ -113,8 +117,10 @@ class JaxRunner:
         deterministic: bool = False,
         tuning: Tuning = PACKAGED,
         place: Placement = ONE_DEVICE,
+        products: str = "auto",
     ) -> None:
         native.prepare(implementation)
+        prepare_products(products)
         self.model = model
         self.place = place
         self._params = jax.tree.map(row_by_row, place.put(params))
@@ -136,7 +142,9 @@ class JaxRunner:
         self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
         self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[tuple[Bucket, bool]] = set()
-        graphdef = make_decoder(model, jax.tree.leaves(params)[0].dtype, place.cut)
+        dtype = jax.tree.leaves(params)[0].dtype
+        self.products = choose_products(products, dtype, place.devices, beside=_beside_linear(model))
+        graphdef = make_decoder(model, dtype, place.cut, self.products)
         sizes = plan_sizes(self.layout, model.num_heads, tuning)
         shapes: dict[str, Any] = {
             "block_size": self.block_size,
@@ -481,6 +489,13 @@ def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:
     """The rows of all of them; None where there are none."""
     some = [part for part in parts if part is not None]
     return np.concatenate(some) if some else None
+
+
+def _beside_linear(model: ModelConfig) -> str:
+    """What of a model multiplies with weights other than through `Linear`."""
+    if model.experts is not None:
+        return "a model with experts"
+    return "latent attention" if model.latent is not None else ""
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

@@ -64,10 +64,13 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> d
     Args:
         config: Shapes and switches.
         seed: Root of the random stream.
-        dtype: Of the result.
+        dtype: Of the result; int8 is the float32 parameters rounded.
     """
     from pagedjax.models import abstract_params
-    from pagedjax.models.weights import flat, numpy_dtype, set_leaf
+    from pagedjax.models.weights import flat, numpy_dtype, quantised, set_leaf
+
+    if dtype == "int8":
+        return quantised(tiny_params(config, seed), config)
 
     rng = np.random.default_rng(seed)
     params: dict[str, Any] = {}

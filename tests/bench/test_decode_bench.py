@@ -1,5 +1,7 @@
 """The bench's bounds are what they claim: the dense loop is the same model, and the rows add up."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -30,8 +32,9 @@ def test_dense_loop_is_the_same_model(llm):
     assert np.array(out).T.tolist() == [list(output.outputs[0].token_ids) for output in expected]
 
 
-def test_products_are_every_matrix_of_a_step(llm):
-    """The chain's floating-point work is 2 x batch x (all matrices but the embedding), as XLA counts it."""
+def test_products_are_every_matrix_of_a_step(llm, monkeypatch):
+    """The chain's floating-point work is 2 x batch x (all matrices but the embedding), as XLA counts its own."""
+    monkeypatch.setattr(llm.runner, "products", "xla")
     products = decode._Products(llm, batch=4)
     flops = products._chain.lower(products._params, products._x).compile().cost_analysis()["flops"]
     config = llm.model_config
@@ -40,12 +43,14 @@ def test_products_are_every_matrix_of_a_step(llm):
     layer = qkv + out + 3 * config.d_model * config.d_mlp
     expected = 2 * 4 * (config.num_layers * layer + config.d_model * config.vocab_size)
     assert flops == pytest.approx(expected, rel=0.01)
+    assert 2 * 4 * decode._matrix_entries(llm.runner.params) == expected
 
 
 def test_rows_agree_with_themselves(llm):
     (row,) = decode.run(llm, [2], context=20, tokens=3, rounds=1)
     assert row["of dense"] == pytest.approx(row["decode tok/s"] / row["dense tok/s"])
-    assert row["of floor"] == pytest.approx(row["decode tok/s"] / row["floor tok/s"])
+    assert row["of memory"] == pytest.approx(row["decode tok/s"] / row["memory tok/s"])
+    assert row["of peak"] == pytest.approx(row["decode tok/s"] / row["peak tok/s"]) and row["peak tok/s"] > 0
     host = row["schedule µs/row"] + row["pack µs/row"] + row["commit µs/row"]
     assert row["host µs/row"] == pytest.approx(host) and host > 0
     assert llm.engine.on_step is None and not llm.engine.has_work
@@ -86,3 +91,20 @@ def test_floor_counts_all_weights_but_the_embedding(llm):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params))
     assert counted == pytest.approx(total - llm.runner.params["embed"].nbytes)
     assert floor() > 0
+
+
+def test_peers_stand_beside_rows_of_their_batch(tmp_path):
+    vllm, llama, other = (tmp_path / name for name in ("vllm.json", "llama.json", "other.json"))
+    row = dict(prefill_tok_s=100.0, decode_tok_s=10.0)
+    vllm.write_text(json.dumps(dict(vllm="0.32", args=dict(dtype="bfloat16"), rows=[dict(row, batch=1)])))
+    args = dict(model="models/m-f32.gguf")
+    llama.write_text(json.dumps(dict(peer="xllamacpp", version="1", args=args, rows=[dict(row, batch=8)])))
+    ours = [{"batch": 1, "dtype": "float32", "decode tok/s": 25.0}]
+    (found,) = decode.beside_peers(ours, [vllm, llama])
+    assert (found["peer"], found["peer's weights"], found["ours / peer's"]) == ("vllm 0.32", "bfloat16", 2.5)
+    (found,) = decode.beside_peers([dict(ours[0], batch=8)], [llama])
+    assert (found["peer"], found["peer's weights"]) == ("xllamacpp 1", "m-f32")
+    for wrong in ("[]", "{", '{"vllm": "1", "rows": [{}]}'):
+        other.write_text(wrong)
+        with pytest.raises(ValueError, match=r"--peers .*other\.json: .*must be JSON with peer or vllm"):
+            decode.beside_peers(ours, [other])

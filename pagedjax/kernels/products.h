@@ -1,0 +1,218 @@
+// y = x W^T for weights W[O, K] as files have them, row by row: float32, bfloat16, or int8 with a scale per row.
+//
+// Every output is one accumulator of kLanes partial sums along K, added up by one fixed tree; int8 sums are whole
+// numbers before. How many rows of x and of W share a tile is a matter of registers, and which thread works a unit of
+// time: neither changes a bit of a result. A unit is some rows of W, which are read from memory once for all rows of x.
+//
+// int8 weights meet x rounded to 16 bits with a scale per row, in sums of 32 bits: half the instructions of float32.
+
+#ifndef PAGEDJAX_PRODUCTS_H_
+#define PAGEDJAX_PRODUCTS_H_
+
+#include "lanes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace products {
+
+using namespace lanes;
+
+// ---- one tile: M rows of x and R rows of W ------------------------------------------------------------------
+
+// What weights of a dtype meet, what a step of them is added to, and how many a step takes.
+template <typename W>
+struct Kind {
+  using X = float;
+  using Sum = Floats;
+  static constexpr int64_t kStep = kLanes;
+  static Sum Zero() { return ZeroFloats(); }
+  template <typename T>
+  static auto Read(const T* p) { return Load(p); }
+  static Sum Add(Floats a, Floats b, Sum c) { return Fma(a, b, c); }
+  static Floats Done(Sum x) { return x; }
+};
+template <>
+struct Kind<int8_t> {
+  using X = int16_t;
+  using Sum = Longs;
+  static constexpr int64_t kStep = 2 * kLanes;
+  static Sum Zero() { return ZeroLongs(); }
+  template <typename T>
+  static auto Read(const T* p) { return Load16(p); }
+  static Sum Add(Shorts a, Shorts b, Sum c) { return Madd(a, b, c); }
+  static Floats Done(Sum x) { return ToFloats(x); }
+};
+
+template <typename W>
+struct Problem {
+  const typename Kind<W>::X* x;  // [T, stride], zeros from K to stride, which is whole steps
+  const float* x_scale;          // [T] of int8
+  const W* w;                    // [O, K]
+  const float* w_scale;          // [O] of int8
+  float* y;                      // [T, O]
+  int64_t T, O, K, stride;
+};
+
+template <typename W, int M, int R>
+inline void Step(const W* w, int64_t w_pitch, const typename Kind<W>::X* x, int64_t x_pitch,
+                 typename Kind<W>::Sum (&acc)[M * R]) {
+  using K = Kind<W>;
+  decltype(K::Read(w)) column[R];
+  PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) column[r] = K::Read(w + r * w_pitch);
+  PAGEDJAX_UNROLL for (int m = 0; m < M; ++m) {
+    auto value = K::Read(x + m * x_pitch);
+    PAGEDJAX_KEEP(value);
+    PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) acc[m * R + r] = K::Add(column[r], value, acc[m * R + r]);
+  }
+}
+
+// Steps begin to end of a tile; the first one starts from nothing and the others from `carry`, where all but the
+// last leave their sums.
+template <typename W, int M, int R>
+inline void Tile(const Problem<W>& p, int64_t row, int64_t out, int64_t begin, int64_t end,
+                 typename Kind<W>::Sum* carry) {
+  using K = Kind<W>;
+  constexpr int kSums = (M * R + 3) / 4 * 4;
+  const auto* __restrict x = p.x + row * p.stride;
+  const W* __restrict w = p.w + out * p.K;
+  typename K::Sum acc[M * R];
+  PAGEDJAX_UNROLL for (int i = 0; i < M * R; ++i) acc[i] = begin ? carry[i] : K::Zero();
+  const int64_t whole = std::min(end, p.K / K::kStep * K::kStep);
+  for (int64_t k = begin; k < whole; k += K::kStep) Step<W, M, R>(w + k, p.K, x + k, p.stride, acc);
+  if (whole < end) {  // the last step of each row, where K is no whole number of them
+    W rest[R][K::kStep] = {};
+    for (int r = 0; r < R; ++r) std::memcpy(rest[r], w + r * p.K + whole, (p.K - whole) * sizeof(W));
+    Step<W, M, R>(rest[0], K::kStep, x + whole, p.stride, acc);
+  }
+  if (end < p.stride) {
+    PAGEDJAX_UNROLL for (int i = 0; i < M * R; ++i) carry[i] = acc[i];
+    return;
+  }
+  Floats sums[kSums];
+  PAGEDJAX_UNROLL for (int i = 0; i < kSums; ++i) sums[i] = i < M * R ? K::Done(acc[i < M * R ? i : 0]) : ZeroFloats();
+  float flat[kSums];
+  PAGEDJAX_UNROLL for (int i = 0; i < kSums; i += 4) Reduce4(sums + i, flat + i);
+  PAGEDJAX_UNROLL for (int m = 0; m < M; ++m) {
+    float* y = p.y + (row + m) * p.O + out;
+    PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) {
+      if constexpr (std::is_same_v<W, int8_t>) {
+        y[r] = flat[m * R + r] * (p.x_scale[row + m] * p.w_scale[out + r]);
+      } else {
+        y[r] = flat[m * R + r];
+      }
+    }
+  }
+}
+
+// Rows of W beside M rows of x whose accumulators fit the registers.
+template <int M>
+constexpr int WeightRows() {
+  if (kRegisters == 32) return M <= 2 ? 8 : M <= 4 ? 6 : M <= 6 ? 4 : 3;
+  return M <= 2 ? 4 : 3;
+}
+constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
+
+// Depth of a pass over a unit: kTileRows rows of x of so many steps stay in the first cache beside what streams by.
+constexpr int64_t kPassBytes = 3072;
+
+template <typename W, int M>
+void Rows(const Problem<W>& p, int64_t row, int64_t begin, int64_t end) {
+  using Sum = typename Kind<W>::Sum;
+  constexpr int R = WeightRows<M>();
+  constexpr int64_t kPass = kPassBytes / sizeof(typename Kind<W>::X) / Kind<W>::kStep * Kind<W>::kStep;
+  const int64_t tiles = (end - begin) / R;
+  const bool one = p.stride <= kPass + kPass / 2;
+  const int64_t pass = one ? p.stride : kPass;
+  static thread_local std::vector<char> held;
+  Sum* carry = nullptr;
+  if (!one) {
+    held.resize((tiles * M * R + M * R) * sizeof(Sum) + 64);
+    carry = reinterpret_cast<Sum*>((reinterpret_cast<uintptr_t>(held.data()) + 63) / 64 * 64);
+  }
+  for (int64_t from = 0; from < p.stride; from += pass) {
+    const int64_t to = std::min(from + pass, p.stride);
+    for (int64_t i = 0; i < tiles; ++i) Tile<W, M, R>(p, row, begin + i * R, from, to, carry + i * M * R);
+  }
+  for (int64_t out = begin + tiles * R; out < end; ++out) Tile<W, M, 1>(p, row, out, 0, p.stride, nullptr);
+}
+
+// Outputs begin to end of all rows of x.
+template <typename W>
+void Unit(const Problem<W>& p, int64_t begin, int64_t end) {
+  int64_t row = 0;
+  for (; row + kTileRows <= p.T; row += kTileRows) Rows<W, kTileRows>(p, row, begin, end);
+  switch (p.T - row) {
+    case 1: return Rows<W, 1>(p, row, begin, end);
+    case 2: return Rows<W, 2>(p, row, begin, end);
+    case 3: return Rows<W, 3>(p, row, begin, end);
+    case 4: if constexpr (kTileRows > 4) return Rows<W, 4>(p, row, begin, end); break;
+    case 5: if constexpr (kTileRows > 4) return Rows<W, 5>(p, row, begin, end); break;
+    case 6: if constexpr (kTileRows > 4) return Rows<W, 6>(p, row, begin, end); break;
+    case 7: if constexpr (kTileRows > 4) return Rows<W, 7>(p, row, begin, end); break;
+    default: break;
+  }
+}
+
+// A row of x as 16-bit numbers; its scale. A row with a number that is not finite has NaN for a scale.
+inline float Round16(const float* x, int64_t K, int64_t stride, int16_t* out) {
+  // A lane adds stride / (2 * kLanes) pairs of products in 32 bits.
+  const float limit = std::min<float>(32767, std::floor(2147483647.0f / (128.0f * 2 * (stride / (2 * kLanes))) * 0.999f));
+  float most = 0, odd = 0;
+#pragma omp simd reduction(max : most) reduction(+ : odd)
+  for (int64_t k = 0; k < K; ++k) {
+    most = std::fabs(x[k]) > most ? std::fabs(x[k]) : most;
+    odd += x[k] * 0.0f;
+  }
+  std::memset(out + K, 0, (stride - K) * sizeof *out);
+  if (!(odd == 0.0f)) {
+    std::memset(out, 0, K * sizeof *out);
+    return odd;
+  }
+  const float inverse = most > 1e-30f ? limit / most : 0.0f;
+#pragma omp simd
+  for (int64_t k = 0; k < K; ++k) {
+    const float at = x[k] * inverse;
+    out[k] = static_cast<int16_t>(static_cast<int32_t>(at + (at < 0 ? -0.5f : 0.5f)));
+  }
+  return most > 1e-30f ? most / limit : 0.0f;
+}
+
+// y[T, O] = x[T, K] w[O, K]^T. `parallel(n, work)` runs work(0) to work(n - 1) on `threads` threads.
+template <typename W, typename Parallel>
+void Product(const Parallel& parallel, int64_t threads, const float* x, const W* w, const float* w_scale, float* y,
+             int64_t T, int64_t O, int64_t K) {
+  constexpr int64_t kStep = Kind<W>::kStep;
+  Problem<W> p{nullptr, nullptr, w, w_scale, y, T, O, K, (K + kStep - 1) / kStep * kStep};
+  std::vector<typename Kind<W>::X> rows;
+  std::vector<float> scales;
+  if constexpr (std::is_same_v<W, int8_t>) {
+    rows.resize(T * p.stride);
+    scales.resize(T);
+    auto round = [&](int64_t t) { scales[t] = Round16(x + t * K, K, p.stride, rows.data() + t * p.stride); };
+    if (T * K > 1 << 16) {
+      parallel(T, round);
+    } else {
+      for (int64_t t = 0; t < T; ++t) round(t);
+    }
+    p.x = rows.data();
+    p.x_scale = scales.data();
+  } else if (p.stride != K) {
+    rows.assign(T * p.stride, 0);
+    for (int64_t t = 0; t < T; ++t) std::memcpy(rows.data() + t * p.stride, x + t * K, K * sizeof(float));
+    p.x = rows.data();
+  } else {
+    p.x = x;
+  }
+  // 24 is a whole number of tiles of any height; some units a thread, so that a slow one holds up little.
+  const int64_t height = std::max<int64_t>(1, O / (24 * 8 * threads)) * 24;
+  parallel((O + height - 1) / height, [&](int64_t i) { Unit(p, i * height, std::min(O, (i + 1) * height)); });
+}
+
+}  // namespace products
+
+#endif  // PAGEDJAX_PRODUCTS_H_

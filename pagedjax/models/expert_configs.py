@@ -80,6 +80,11 @@ def _olmoe(r: Reader) -> ModelConfig:
     common, bias = common_fields(r, "llama", eps=1e-5, ends=(None, 50279)), r.flag("attention_bias", False)
     if r.get("clip_qkv") is not None:
         r.fail("clip_qkv", "must be null: queries, keys and values that are cut off are not supported")
+    if common["head_dim"] * common["num_heads"] != common["d_model"]:
+        r.fail(
+            "head_dim",
+            "must be hidden_size over num_attention_heads: queries are normed over hidden_size lanes",
+        )
     experts = Experts(
         _count(r, 64),
         r.whole("num_experts_per_tok", 8),

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.parity
 
 EACH, VOCAB, TOKENS = 12, 96, 40
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "opt")
+FAMILIES += (*(EXPERTS := ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")),)
 _ACTIVATIONS = ("silu", "gelu", "relu", "gelu_new", "gelu_pytorch_tanh")
 
 
@@ -116,17 +117,22 @@ def _gated(d, family, layers):
         num_attention_heads=4,
         max_position_embeddings=64,
     )
-    d.set("num_key_value_heads", 1, 2, 4, often=1.0 if family in ("mistral", "qwen2", "qwen3") else 0.8)
+    # Where transformers' default is more than the four heads.
+    many = ("mistral", "qwen2", "qwen3", "mixtral", "gpt_oss")
+    d.set("num_key_value_heads", 1, 2, 4, often=1.0 if family in many else 0.8)
     d.set("rms_norm_eps", 1e-5, 1e-3, often=0.7)
     d.set("head_dim", 8, 16, often=0.6)
     gemma = family.startswith("gemma")
-    d.set("hidden_activation" if gemma else "hidden_act", *_ACTIVATIONS, often=0.6)
+    often = 0.1 if family == "gpt_oss" else 0.6  # which has one gate
+    d.set("hidden_activation" if gemma else "hidden_act", *_ACTIVATIONS, often=often)
     d.set("attention_bias", True, False, often=0.4 if family in ("llama", "smollm3", "qwen3") else 0.1)
+    if family in EXPERTS:
+        _experts(d, family, layers)
     if family in ("llama", "smollm3"):
         d.set("mlp_bias", True, False, often=0.5)
     if family in ("llama", "phi3", "qwen3", "gemma2"):
         d.set("partial_rotary_factor", 0.5, 1.0, often=0.2)
-    if family not in ("llama", "smollm3"):
+    if family not in ("llama", "smollm3", "olmoe"):
         d.set("sliding_window", 5, 9, often=0.8)
     if family in ("qwen2", "qwen3"):
         d.set("use_sliding_window", True, False)
@@ -159,6 +165,41 @@ def _gated(d, family, layers):
         _rope(d, 64)
 
 
+def _experts(d, family, layers):
+    """How many experts, under either name, and how they are chosen."""
+    count = d.one(4, 5, 9)
+    d.config[d.one("num_experts", "num_local_experts")] = count
+    d.set("num_experts_per_tok", 1, 2, 4)
+    d.set("router_aux_loss_coef", 0.5, often=0.3)
+    if family in ("qwen3_moe", "olmoe"):
+        d.set("norm_topk_prob", True, False, often=0.7)
+    if family == "qwen3_moe":
+        d.set("moe_intermediate_size", 12, 20)
+        d.set("mlp_only_layers", [], [0], [1], often=0.6)
+        d.set("decoder_sparse_step", 1, 2, often=0.4)
+        d.set("use_sliding_window", True, False, often=0.5)
+    if family == "olmoe":
+        d.set("clip_qkv", None, 3.0, often=0.3)
+    if family == "gpt_oss":
+        d.set("swiglu_limit", 0.5, 7.0, often=0.6)
+        d.set("swiglu_alpha", 1.0, 1.702, often=0.4)
+        d.config.setdefault("head_dim", 8)
+
+
+def _saved(model, config, folder):
+    """The model with seeded weights under the names of files, which stack no experts."""
+    from safetensors.numpy import load_file, save_file
+
+    from pagedjax.testing import seeded_tensors
+
+    theirs = folder / "theirs"
+    model.save_pretrained(theirs)
+    tensors = seeded_tensors({n: w.shape for n, w in load_file(theirs / "model.safetensors").items()})
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors")
+    return type(model).from_pretrained(theirs, config=config, dtype="float32").eval()
+
+
 def _judge(torch, folder):
     """transformers' model of the folder's config.json, with seeded weights, which are written there too."""
     from safetensors.numpy import save_file
@@ -169,6 +210,8 @@ def _judge(torch, folder):
     config = AutoConfig.from_pretrained(folder)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if config.model_type in EXPERTS:
+        return _saved(model, config, folder)
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items() if t.is_floating_point()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)

@@ -204,7 +204,7 @@ def _jobs(
         ]
     name, model = read_shapes(common)
     if layers is not None:
-        name, model = f"{name}, {layers} layers", dataclasses.replace(model, num_layers=layers)
+        name, model = f"{name}, {layers} layers", model.first_layers(layers)
     block_size, dtype = common.config.cache.block_size, common.config.model.dtype
     if what == "step":
         step = f"{name}: decode step of {batch}" + (f" on {topology}" if topology else "")

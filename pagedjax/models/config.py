@@ -245,6 +245,20 @@ class ModelConfig:
                 "use qk_norm=False, positions=rope and no rope_layers"
             )
 
+    def first_layers(self, count: int) -> ModelConfig:
+        """The same decoder of its first layers."""
+        experts = self.experts
+        if experts is not None and experts.layers:
+            layers = experts.layers[:count]
+            experts = replace(experts, layers=layers) if any(layers) else None
+        return replace(
+            self,
+            num_layers=count,
+            windows=self.windows[:count],
+            rope_layers=self.rope_layers[:count],
+            experts=experts,
+        )
+
     @property
     def longest_len(self) -> int:
         """Longest sequence that may be asked for, in tokens.

@@ -79,6 +79,16 @@ def test_a_short_step_compiles_for_hopper(capsys):
     check_step(row)
 
 
+@needs("h100")
+def test_a_step_of_latent_rows_is_xlas_on_a_gpu(capsys):
+    """DeepSeek-V3's first layer: no kernel reads its pool there, and the row says so."""
+    args = ["--step", "--layers", "1", "--model", str(SHAPES / "deepseek-v3.json")]
+    code, [row] = compiled(capsys, "--target", "h100", *args)
+    assert code == 0
+    assert row["alias_is_pool"] and row["fits_hbm"], row
+    assert "through xla" in row["what"], row
+
+
 @needs("v5e")
 def test_a_refusal_is_shown_and_counted(capsys):
     """40 GiB of pool do not fit a v5e; a head dim of 576 has no kernel."""

@@ -9,6 +9,7 @@ import pytest
 from pagedjax.models.config import ModelConfig, ModelError, RopeScaling
 from pagedjax.models.family_configs import config_from_hf
 from pagedjax.models.gguf_configs import config_from_gguf
+from pagedjax.models.mixture import Experts
 from pagedjax.testing import tiny_config
 
 LLAMA = {
@@ -210,3 +211,11 @@ def test_other_longrope_tables_are_refused(table, part):
     with pytest.raises(ModelError) as caught:
         config_from_hf({**LONGROPE, "rope_scaling": {**LONGROPE["rope_scaling"], **table}})
     assert part in str(caught.value)
+
+
+def test_the_first_layers_keep_what_is_said_of_each():
+    experts = Experts(6, 2, 24, layers=(False, True))
+    config = tiny_config(windows=(4, None), rope_layers=(True, False), experts=experts)
+    first = config.first_layers(1)
+    assert (first.num_layers, first.windows, first.rope_layers, first.experts) == (1, (4,), (True,), None)
+    assert config.first_layers(2) == config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax.lab import Claim, Experiment, TableRow, Unit, cell
-from pagedjax.lab.drawing import bars, label_axes
+from pagedjax.lab.drawing import bars, label_axes, panels
 from pagedjax.models.family_configs import read_shape
 
 MODELS = (
@@ -62,7 +62,7 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
 
 def _plot(rows: list[TableRow], figure: Any) -> None:
     """KiB that a token keeps in all layers, at 16 bits."""
-    axes = figure.subplots()
+    (axes,) = panels(figure, ["keys and values of one token"], columns=1)
     ordered = sorted(rows, key=lambda r: r["kib_stored"])
     bars(axes, [r["model"] for r in ordered], {"": [r["kib_stored"] for r in ordered]})
     label_axes(axes, "KiB a token")

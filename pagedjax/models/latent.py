@@ -56,14 +56,19 @@ class LatentProjection(nnx.Module):
         """Queries f[T, N, query_dim] → f[T, N, row_dim], to be multiplied with rows as they are."""
         a = self.latent
         nope, rope = jnp.split(query, [a.nope_dim], axis=-1)
-        k_up = self.k_up.weight[...].reshape(self.num_heads, a.nope_dim, a.kv_lora_rank)
+        k_up = self._by_head(self.k_up)
         return jnp.concatenate([jnp.einsum("tnd,ndr->tnr", nope, k_up), rope], axis=-1)
 
     def values(self, mixed: Array) -> Array:
         """What absorbed attention gathered, f[T, N, kv_lora_rank] → f[T, N, value_dim]."""
-        a = self.latent
-        v_up = self.v_up.weight[...].reshape(self.num_heads, a.value_dim, a.kv_lora_rank)
-        return jnp.einsum("tnr,nvr->tnv", mixed, v_up)
+        return jnp.einsum("tnr,nvr->tnv", mixed, self._by_head(self.v_up))
+
+    def _by_head(self, up: Linear) -> Array:
+        """A matrix out of the latent as f[N, lanes, kv_lora_rank], int8 weights multiplied by their rows' scales."""
+        weight = up.weight[...]
+        if up.weight_scale is not None:
+            weight = weight.astype(jnp.float32) * up.weight_scale[...][:, None]
+        return weight.reshape(self.num_heads, -1, self.latent.kv_lora_rank)
 
     def expand(self, rows: Array) -> tuple[Array, Array]:
         """Rows f[T, 1, row_dim] → every head's keys f[T, N, query_dim] and values f[T, N, value_dim]."""

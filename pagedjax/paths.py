@@ -366,6 +366,41 @@ class Output:
             self.refuse()
 
 
+def check_output(path: Path, *, folder: bool = False) -> None:
+    """Raise where nothing could be written at a path, before any work begins; nothing is made or touched.
+
+    Args:
+        path: File that will be replaced whole, or a device.
+        folder: It is a folder, which is made with those above it.
+
+    Raises:
+        ValueError: It, or the folder that it would be in, is no place to write.
+    """
+    if folder:
+        there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists() or p.is_symlink())
+        if not there.is_dir():
+            raise ValueError(f"{path}: {there} is no folder; name another one")
+    else:
+        target, part = part_of(path)
+        if part == target:  # a device, a pipe
+            there = target
+        elif not target.parent.is_dir():
+            what = "is no folder" if target.parent.exists() else "does not exist"
+            raise ValueError(f"{path}: its folder {path.parent} {what}; make it first, or name another")
+        else:
+            there = target.parent
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{path}: {there} may not be written to; name another place")
+
+
+def shown(text: str) -> str:
+    """Text from outside, names of files above all, as a piece of one line that turns nothing around.
+
+    What a terminal would obey or hide (ends of lines, marks of writing direction, escapes) is spelled.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def replace_text(path: AnyPath, text: str) -> None:
     """Write a text file whole or not at all.
 
@@ -374,3 +409,23 @@ def replace_text(path: AnyPath, text: str) -> None:
     """
     with Output(path) as file:
         file.head(text)
+
+
+def replace_bytes(path: AnyPath, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; the error names the path, and what stood there stays.
+    """
+    if not isinstance(path, Path):
+        path.write_bytes(content)
+        return
+    target, part = part_of(path)
+    try:
+        with told_of(path, part):
+            part.write_bytes(content)
+            if part != target:
+                os.replace(part, target)
+    finally:
+        if part != target:
+            part.unlink(missing_ok=True)

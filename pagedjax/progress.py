@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pagedjax.paths import shown
+
 
 @contextmanager
 def bar(
@@ -25,6 +27,7 @@ def bar(
         yield lambda amount: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -45,5 +48,5 @@ def bar(
         console=Console(stderr=True),
         transient=True,
     ) as progress:
-        task = progress.add_task(label, total=total)
+        task = progress.add_task(escape(shown(label)), total=total)
         yield lambda amount: progress.advance(task, amount)

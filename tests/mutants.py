@@ -52,7 +52,7 @@ FLEET, ROUTING = "sim/test_fleet.py", "sim/test_routing.py"
 PLAY = "sim/test_play.py"
 CONSERVE = f"{FLEET}::test_fleets_conserve"
 WRITABLE = "if ref[table[i]] != own or keys[table[i]] is not None"
-EXTEND = "                self._extend(state, group, max(new, 0), copies)\n"
+EXTEND = "                self._extend(seq, state, group, max(new, 0), copies)\n"
 
 EXPERTS, PACKED = "models/test_experts.py", "models/test_dequantise.py"
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import pagedjax.paths
 from pagedjax.cli import main
 from pagedjax.lab import ResultFile
-from pagedjax.paths import Output, UrlPath, place, replace_text, user_cache_dir
+from pagedjax.paths import Output, UrlPath, check_output, place, replace_bytes, replace_text, user_cache_dir
 
 
 def test_the_cache_folder_follows_the_users_setting(monkeypatch, tmp_path):
@@ -167,3 +168,47 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError) as caught:
         replace_text(link, "x")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(link))
+
+
+@pytest.mark.parametrize("write", [replace_text, lambda path, text: replace_bytes(path, text.encode())])
+def test_a_file_that_cannot_be_replaced_stays(write, tmp_path, monkeypatch):
+    path = tmp_path / "table.csv"
+    write(path, "older")
+    monkeypatch.setattr(
+        "pagedjax.paths.os.replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no"))
+    )
+    with pytest.raises(OSError, match="no"):
+        write(path, "newer")
+    assert path.read_text() == "older" and [p.name for p in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_where_nothing_could_be_written_is_said_before(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "new", tmp_path / "file", Path("/dev/null"), Path("/dev/stdout")):
+        check_output(path)
+    check_output(tmp_path / "a" / "b", folder=True)
+    for path, folder, said in (
+        (tmp_path / "a" / "b", False, "a does not exist; make it first"),
+        (tmp_path / "file" / "b", False, "file is no folder; make it first"),
+        (tmp_path / "file", True, "is no folder; name another"),
+        (tmp_path / "file" / "b", True, "is no folder; name another"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_output(path, folder=folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"], "nothing is made"
+
+
+@pytest.mark.parametrize("room", ["lab", "cli", "report", "explore"])
+def test_results_are_written_whole_or_not_at_all(room):
+    """`replace_text` and `replace_bytes` are the way to write; what is named here is new, or replaced by hand."""
+    allowed = {
+        "results.py": 2,
+        "cluster.py": 1,
+    }  # of URLs, where one write is one object; beside, then replaced
+    folder = Path(pagedjax.paths.__file__).parent / room
+    found = {
+        path.name: count
+        for path in folder.rglob("*.py")
+        if (count := path.read_text().count(".write_text(") + path.read_text().count(".write_bytes("))
+    }
+    assert found == (allowed if room == "lab" else {})

@@ -1,74 +1,110 @@
-"""What happened to the blocks since it was last asked: what a record of a run is made of."""
+"""What happened to blocks and tables since it was last asked: what a record of a run is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pagedjax.cache.groups import Group
 from pagedjax.cache.sequence import SeqState
 
+Event = list[Any]
 
-class Journal(list[str]):
-    """What happened to a pool's blocks, in order; each event a list in JSON.
 
-    It is text at once: a list of numbers turns into JSON in one call, which takes no longer than a copy that later
-    changes of the list leave alone, and text stays out of the collector's way.
+class Journal:
+    """Takes down what happens to one pool's blocks and to the tables that name them.
 
-    Attributes:
-        grew: Were blocks handed out since `Changes.take`? Else no table has grown into new ones.
+    Told where it happens, nothing is ever searched or compared. The hook that hands blocks out, adds or takes owners
+    comes first; where the blocks are a table's, what is said next of the table takes that event's place.
+
+    Args:
+        events: Where each event goes, in order.
+        digests: Where the digests of contents go, in the order of the blocks that are told as filled.
+        group: Number of the pool's group: behind the names of events, but for the first group.
     """
 
-    __slots__ = ("grew",)
+    __slots__ = (
+        "_cut", "_digests", "_drop", "_events", "_fill", "_free", "_grow", "_hit", "_leave", "_put", "_share", "_take",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.grew = False
+    def __init__(self, events: list[Event], digests: list[bytes], group: int) -> None:
+        self._events = events
+        self._digests = digests
+        names = ("take", "share", "free", "fill", "drop", "grow", "hit", "leave", "put", "cut")
+        told = [f"{name} {group}" if group else name for name in names]
+        self._take, self._share, self._free, self._fill, self._drop = told[:5]
+        self._grow, self._hit, self._leave, self._put, self._cut = told[5:]
 
     def taken(self, blocks: list[int]) -> None:
         """Handed out: each has one owner now."""
-        self.grew = True
-        self.append(f'["take",{blocks!r}]')
+        self._events.append([self._take, blocks[:]])
 
     def shared(self, blocks: list[int]) -> None:
         """Each gained an owner."""
-        self.append(f'["share",{blocks!r}]')
+        self._events.append([self._share, blocks[:]])
 
     def freed(self, blocks: Sequence[int]) -> None:
         """Each lost an owner as often as it is listed."""
-        self.append(f'["free",{[*blocks]!r}]')
+        self._events.append([self._free, [*blocks]])
 
     def dropped(self, blocks: list[int]) -> None:
         """Their contents are gone."""
-        self.append(f'["drop",{blocks!r}]')
+        self._events.append([self._drop, blocks[:]])
 
     def filled(self, blocks: list[int], digests: Sequence[bytes]) -> None:
         """Their contents are indexed now."""
-        self.append(f'["fill",{blocks!r},"{",".join([digest.hex() for digest in digests])}"]')
+        self._events.append([self._fill, blocks[:]])
+        self._digests += digests
+
+    def grew(self, seq: int) -> None:
+        """The blocks just taken are the end of a sequence's table."""
+        event = self._events[-1]
+        event[:] = (self._grow, seq, event[1])
+
+    def adopted(self, seq: int, table: list[int]) -> None:
+        """A sequence has its first table: blocks that it just began to share, or whatever it found."""
+        if not table:
+            return
+        event = self._events[-1]
+        if event[0] == self._share and event[1] == table:
+            event[:] = (self._hit, seq, event[1])
+        else:
+            self.put(seq, 0, table)
+
+    def put(self, seq: int, position: int, blocks: Sequence[int]) -> None:
+        """A table names these blocks from a position on; owners are told elsewhere."""
+        self._events.append([self._put, seq, position, [*blocks]])
+
+    def cut(self, seq: int, length: int) -> None:
+        """A table became shorter; owners are told elsewhere."""
+        self._events.append([self._cut, seq, length])
+
+    def left(self, seq: int) -> None:
+        """The blocks just freed were a sequence's table, which is gone."""
+        self._events[-1] = [self._leave, seq]
 
 
 class Changes:
-    """While it lives, the pools tell each block whose owners or content change.
+    """While it lives, the manager tells each block whose owners or content change, and each table.
 
-    What the blocks hold when it begins is told first, as if it happened then.
+    What the pools and tables hold when it begins is told first, as if it happened then.
 
     Args:
         groups: Whose pools.
-        states: The manager's sequences, live.
-        books_tables: Does `commit` rewrite tables, as where twins are made one?
+        states: The manager's sequences.
 
     Attributes:
-        books_tables: Does `commit` change tables: twins made one, or blocks behind a window let go of?
-        grew: Were blocks handed out before the last `take`?
+        events: What happened, in order, values that turn into JSON as they are; who reads them removes them.
+        digests: Of the blocks filled in them, in order.
     """
 
-    def __init__(self, groups: Sequence[Group], states: Mapping[int, SeqState], books_tables: bool) -> None:
-        self._states = states
+    def __init__(self, groups: Sequence[Group], states: Mapping[int, SeqState]) -> None:
+        self.events: list[Event] = []
+        self.digests: list[bytes] = []
         self._pools = [group.pool for group in groups]
-        self.books_tables = books_tables or any(group.window is not None for group in groups)
-        self.grew = False
-        self._journals = []
-        for pool in self._pools:
-            journal = Journal()
+        for group in groups:
+            pool = group.pool
+            journal = pool.journal = Journal(self.events, self.digests, group.id)
             if held := [b for b, owners in enumerate(pool.ref) if owners]:
                 journal.taken(held)
             if more := [b for b in held for _ in range(pool.ref[b] - 1)]:
@@ -76,28 +112,11 @@ class Changes:
             known = [(b, key) for b, key in enumerate(pool.keys) if key is not None]
             if known:
                 journal.filled([b for b, _ in known], [key for _, key in known])
-            self._journals.append(journal)
-            pool.journal = journal
-
-    def take(self) -> str:
-        """What happened since the last call: of each pool a list of events, in JSON; empty where nothing did."""
-        self.grew = False
-        if not any(self._journals):
-            return ""
-        told = []
-        for journal in self._journals:
-            told.append(",".join(journal))
-            if journal.grew:
-                self.grew, journal.grew = True, False
-            journal.clear()
-        return f"[[{'],['.join(told)}]]"
-
-    def tables(self, seq: int) -> list[list[int]] | None:
-        """A sequence's live table in each group, not to be changed; None: it holds no blocks."""
-        state = self._states.get(seq)
-        return None if state is None or state.recorded else state.tables
+            for seq, state in states.items():
+                if not state.recorded and state.tables[group.id]:
+                    journal.put(seq, 0, state.tables[group.id])
 
     def stop(self) -> None:
-        """The pools tell nothing any more."""
+        """Nothing is told any more."""
         for pool in self._pools:
             pool.journal = None

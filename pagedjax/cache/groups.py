@@ -203,8 +203,8 @@ class Group:
         del table[keep:]
         self.pool.free(gone, now)
 
-    def free_behind(self, table: list[int], num_tokens: int, now: float) -> None:
-        """Let go of a table's blocks that no query from position `num_tokens` on reads."""
+    def free_behind(self, seq: int, table: list[int], num_tokens: int, now: float) -> None:
+        """Let go of the blocks of a sequence's table that no query from position `num_tokens` on reads."""
         behind = []
         for i in range(min(self.first_needed(num_tokens), len(table)) - 1, -1, -1):
             if not table[i]:
@@ -213,6 +213,9 @@ class Group:
             table[i] = 0
         if behind:
             self.pool.free(behind[::-1], now)
+            if self.pool.journal is not None:
+                end = min(self.first_needed(num_tokens), len(table))
+                self.pool.journal.put(seq, end - len(behind), [0] * len(behind))
 
     def first_needed(self, num_tokens: int) -> int:
         """First block that the query at position `num_tokens` and later ones still read."""

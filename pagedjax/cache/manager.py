@@ -206,12 +206,16 @@ class PagedManager:
             if room < 0:
                 return False
             shared.append(copies)
-        if state.recorded and not self._admission.adopt(state, self.now):
-            return False
+        if state.recorded:
+            if not self._admission.adopt(state, self.now):
+                return False
+            for group, table in zip(self._groups, state.tables):
+                if group.pool.journal is not None:
+                    group.pool.journal.adopted(seq, table)
         for group, table, copies in zip(self._groups, state.tables, shared):
             new = want - len(table)
             if new > 0 or copies:
-                self._extend(state, group, max(new, 0), copies)
+                self._extend(seq, state, group, max(new, 0), copies)
         return True
 
     @staticmethod
@@ -225,7 +229,7 @@ class PagedManager:
             if ref[table[i]] != own or keys[table[i]] is not None
         ]
 
-    def _extend(self, state: SeqState, group: Group, new: int, copies: list[int]) -> None:
+    def _extend(self, seq: int, state: SeqState, group: Group, new: int, copies: list[int]) -> None:
         """Allocate: `new` blocks at the table's end and one for each position of `copies`."""
         pool, table = group.pool, state.tables[group.id]
         source = state.partial[group.id][0] if state.partial else 0
@@ -239,6 +243,11 @@ class PagedManager:
             pairs.append((table[i], b))
             table[i] = b
         table += blocks[len(copies) :]
+        if pool.journal is not None:
+            if copies:
+                pool.journal.put(seq, copies[0], table[copies[0] :])
+            else:
+                pool.journal.grew(seq)
         if copies:
             state.indexed = min(state.indexed, copies[0])
         if source:
@@ -284,7 +293,7 @@ class PagedManager:
         state = self._get(seq)
         for group, table in zip(self._groups, state.tables):
             if group.window is not None:
-                group.free_behind(table, num_computed, self.now)
+                group.free_behind(seq, table, num_computed, self.now)
 
     # ------------------------------------------------------ fork, release
 
@@ -296,6 +305,8 @@ class PagedManager:
         self._seqs[child] = state = source.fork(parent, child, chain)
         for group, table in zip(self._groups, state.tables):
             group.pool.share([b for b in table if b])
+            if group.pool.journal is not None:
+                group.pool.journal.put(child, 0, table)
         share_anchors(self._groups, state.anchors)
 
     def release(self, seq: int) -> None:
@@ -311,6 +322,8 @@ class PagedManager:
         self._filling.stop(state)
         for group, table in zip(self._groups, state.tables):
             group.pool.free(table if group.window is None else [b for b in table if b], self.now)
+            if group.pool.journal is not None:
+                group.pool.journal.left(seq)
         if state.anchors:
             free_anchors(self._groups, state.anchors, 0, self.now)
         self._copies.cancel_unneeded(self.now)
@@ -329,6 +342,8 @@ class PagedManager:
             group.check_kept(table, num_tokens)
         for group, table in zip(self._groups, state.tables):
             group.free_tail(table, keep, self.now)
+            if group.pool.journal is not None:
+                group.pool.journal.cut(seq, keep)
         free_anchors(self._groups, state.anchors, num_tokens // self.block_size, self.now)
         self._copies.cancel_unneeded(self.now)
         state.computed = min(state.computed, num_tokens)
@@ -362,8 +377,11 @@ class PagedManager:
         if states is None:
             return False
         self._seqs.update(states)
-        for state in states.values():
+        for seq, state in states.items():
             self._filling.start(state)
+            for group, table in zip(self._groups, state.tables):
+                if group.pool.journal is not None:
+                    group.pool.journal.put(seq, 0, table)
         return True
 
     # ----------------------------------------------------------- the step
@@ -435,8 +453,8 @@ class PagedManager:
         return audit.snapshot(self._groups, self._seqs, self.stats, self.now)
 
     def watch(self) -> Changes:
-        """Tell what the blocks hold and what happens to them from now on; once at a time, `stop` ends it."""
-        return Changes(self._groups, self._seqs, books_tables=self.dedup)
+        """Tell what blocks and tables hold and what happens to them from now on; once at a time, `stop` ends it."""
+        return Changes(self._groups, self._seqs)
 
     def resident(self) -> Resident:
         """Copies of each content: (group, "device" or "host", digest) to how many."""

@@ -131,15 +131,17 @@ class Registrar:
     def _replace_everywhere(self, group: Group, position: int, own: int, canonical: int, now: float) -> None:
         """Every table that holds the twin, forks included, names the first copy from now on."""
         holders = [
-            table
-            for state in self._seqs.values()
+            (seq, table)
+            for seq, state in self._seqs.items()
             if not state.recorded
             and len(table := state.tables[group.id]) > position
             and table[position] == own
         ]
-        for table in holders:
+        for seq, table in holders:
             table[position] = canonical
             group.pool.touch([canonical], position, NO_HINTS, now)
+            if group.pool.journal is not None:
+                group.pool.journal.put(seq, position, [canonical])
         group.pool.free([own] * len(holders), now)
         self._stats.dedup_blocks += 1
 

@@ -8,6 +8,7 @@ and exit code 2; a broken invariant is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from pagedjax import __version__
+from pagedjax.paths import shown
 
 # Name -> module. A new command is one module and one line here.
 COMMANDS = {
@@ -129,6 +131,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError) as error:
         if "--traceback" in argv:
             raise
+        if isinstance(error, OSError) and _stdout_is_full(error):
+            return _complain(
+                "stdout: takes no more; results must be written whole, so free some room, or write elsewhere"
+            )
         return _complain(_one_line(error))
 
 
@@ -145,10 +151,18 @@ def script() -> None:
 
 
 def _complain(message: str) -> int:
-    # Names of files and what stands in them shall not turn the line around, nor command the terminal.
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    print(f"error: {shown}", file=sys.stderr)
+    print(f"error: {shown(message)}", file=sys.stderr)
     return 2
+
+
+def _stdout_is_full(error: OSError) -> bool:
+    """Whether an error came from printing results: errors of files name theirs."""
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return False
+    # What is still buffered must not fail once more when the interpreter flushes it.
+    with suppress(OSError, ValueError):  # where stdout is no file of the process's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _usage(error: click.ClickException) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import emit_json, keep_apart, shell
+from pagedjax.cli.options import OutputFile, emit_json, keep_apart, note, shell
 from pagedjax.cli.trace import note_of
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--moved",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Write the trace with the fields moved to the end, as token ids, to prove it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -97,7 +97,7 @@ def command(
         progress=lambda label: requests_bar(label, quiet),
     )
     if not quiet and (unheard := note_of(advice.unheard)):
-        print(f"{file}: {unheard}", file=sys.stderr)
+        note(f"{file}: {unheard}")
     checkup = _check_up(trace, advice, sizes, top, moved is not None, quiet)
     if moved is not None:
         if checkup is None or not checkup.moved:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, OutputFile, common_options, emit_json
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("calibrate")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutputFile())
 @click.option(
     "--repeats", type=AT_LEAST_1, default=3, show_default=True, help="How often each designed step comes."
 )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, OutputFile, common_options, emit_json
 
 
 @click.command("convert")
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=OutputFile(folder=True))
 @common_options(settings=("model.model", "model.dtype"))
 def command(common: Common, target: Path) -> None:
     """Write the model to the new folder TARGET, which loads without conversion.

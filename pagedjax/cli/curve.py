@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pagedjax.cli.options import OutputFile, note
 from pagedjax.cli.serving import POSITIVE
 from pagedjax.cli.trace import load_announced
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, requests_bar, trace_options
@@ -58,9 +58,7 @@ _SHARES = (0.01, 0.05, *(k / 10 for k in range(1, 10)), 0.95, 0.99, 1.0)
     multiple=True,
     help="With so many requests at once instead, simulated; repeatable; needs --capacity.",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it, too: .png, .svg or .pdf."
-)
+@click.option("--plot", type=OutputFile(), help="Draw it, too: .png, .svg or .pdf.")
 @trace_options
 @QUIET
 def command(
@@ -241,7 +239,7 @@ def _parts(
     drawn: Rows = []
     shown = found if window else sorted(found, key=lambda part: -part.tokens)[:_MOST_BARS]
     if plot is not None and len(shown) < len(found) and not quiet:
-        print(f"{plot}: shows the {len(shown)} groups with most tokens of {len(found):,}", file=sys.stderr)
+        note(f"{plot}: shows the {len(shown)} groups with most tokens of {len(found):,}")
     drawn_names = {part.name for part in shown}
     for part in found:
         ratios = [part.hit_tokens[c] / max(part.tokens, 1) for c in limits]

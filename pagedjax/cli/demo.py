@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagedjax.cli.generate import describe
-from pagedjax.cli.options import Common, common_options, emit_json, refuse_with
+from pagedjax.cli.options import Common, OutputFile, common_options, emit_json, refuse_with
 from pagedjax.engine.request import RequestOutput, SamplingParams
 from pagedjax.report.blocks import PoolPicture, draw_pool, draw_tables
 
@@ -68,7 +68,7 @@ _FUNCTION_WORDS = frozenset(
 )
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(deep=True),
     default=Path("results/demo.html"),
     show_default=True,
     help="Where the page that shows this run is written.",

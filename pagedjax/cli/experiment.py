@@ -8,12 +8,8 @@ from pathlib import Path
 
 import click
 
-from pagedjax.cli.options import PathOrUrl
-from pagedjax.paths import AnyPath
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
+from pagedjax.cli.options import PathOrUrl, note
+from pagedjax.paths import AnyPath, replace_text
 
 
 @click.group("experiment")
@@ -56,7 +52,7 @@ def _shown(value: object) -> str:
 )
 @click.option(
     "--out",
-    type=PathOrUrl(folder=True),
+    type=PathOrUrl(folder=True, written=True),
     help="Folder of the results, or its URL (s3://…).  [default: ./results, smoke: ./results/smoke]",
 )
 @click.option("--resume", is_flag=True, help="Keep what an interrupted run finished.")
@@ -126,7 +122,7 @@ def run(
             data=data,
             jobs=jobs or 2,
             executor=executor,
-            note=_note,
+            note=note,
             advance=advance,
         )
     for done, rows in results.items():
@@ -140,7 +136,7 @@ def run(
         print(lab.markdown(claims if told else (lab.means_over_seeds(rows) if several else []) or rows))
         for picture in pictures:
             print(picture)
-        _note(f"{done}: {len(rows)} rows; " + ", ".join(str(p) for p in paths))
+        note(f"{done}: {len(rows)} rows; " + ", ".join(str(p) for p in paths))
     if name is not None and name not in results:  # skipped, and named above: a script should know
         ctx.exit(2)
 
@@ -152,7 +148,7 @@ def run(
     default="results",
     show_default=True,
 )
-@click.option("--out", type=PathOrUrl(), help="[default: README.md among the results]")
+@click.option("--out", type=PathOrUrl(written=True), help="[default: README.md among the results]")
 @click.option(
     "--plots", is_flag=True, help="Draw every plot anew as well, and FIGURES.md, the page of all of them."
 )
@@ -161,10 +157,10 @@ def report(results: AnyPath, out: AnyPath | None, plots: bool) -> None:
     from pagedjax import lab
 
     out = out or results / "README.md"
-    out.write_text(lab.summary(results, out.parent))
+    replace_text(out, lab.summary(results, out.parent))
     if plots:
-        _note(f"{len(lab.redraw(results))} files drawn")
+        note(f"{len(lab.redraw(results))} files drawn")
         page = out.parent / "FIGURES.md"
-        page.write_text(lab.captions(results, out.parent))
+        replace_text(page, lab.captions(results, out.parent))
         print(page)
     print(out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, emit_json, keep_apart, shell
+from pagedjax.cli.options import OutputFile, PathOrUrl, emit_json, keep_apart, note, shell
 from pagedjax.cli.trace_options import AT_LEAST_1, FILE, QUIET, Opener, trace_options
 from pagedjax.paths import AnyPath, Output
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 @click.option("--head", type=AT_LEAST_1, help="The first so many requests of the trace.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the router's chance.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one setting; repeatable.")
-@click.option("--records", type=PathOrUrl(), help="Write one JSON line per request here.")
+@click.option("--records", type=PathOrUrl(written=True), help="Write one JSON line per request here.")
 @click.option(
     "--record",
     "record_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Write the run down, step by step (docs/report.md).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -89,7 +89,7 @@ def command(
     if records is not None:
         _write(records, result)
         if not quiet:
-            print(f"{len(result.records):,} requests in {records}", file=sys.stderr)
+            note(f"{len(result.records):,} requests in {records}")
     promise = fleet.tables["promise"]
     out = result.to_dict(ttft_limit_s=promise.ttft_s, tpot_limit_s=promise.tbt_s)
     if as_json:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, OutputFile, common_options, emit_json
 from pagedjax.engine.request import PositionLogprobs, RequestOutput, SamplingParams
 from pagedjax.models.chat import plain_messages
 
@@ -87,9 +87,18 @@ _EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 @click.option("--cache-write/--no-cache-write", default=True, help="Leave blocks in the cache, or none.")
 @click.option("--priority", default=0, show_default=True, help="Higher is admitted first, preempted last.")
 @click.option("--load-cache", metavar="DIR", help="Take a snapshot's blocks into the cache first.")
-@click.option("--save-cache", metavar="DIR", help="Write the prompts' blocks there at the end.")
 @click.option(
-    "--record", "record", metavar="FILE", help="Write down the run, for `pagedjax report`; .gz: gzip."
+    "--save-cache",
+    metavar="DIR",
+    type=OutputFile(folder=True),
+    help="Write the prompts' blocks there at the end.",
+)
+@click.option(
+    "--record",
+    "record",
+    metavar="FILE",
+    type=OutputFile(),
+    help="Write down the run, for `pagedjax report`; .gz: gzip.",
 )
 @click.option("--record-text", is_flag=True, help="With --record: the prompts' text, too.")
 @click.option("--stats", "show_stats", is_flag=True, help="Say at the end what cache and engine have done.")
@@ -112,8 +121,8 @@ def command(
     template_args: tuple[str, ...],
     salt: str | None,
     load_cache: str | None,
-    save_cache: str | None,
-    record: str | None,
+    save_cache: Path | None,
+    record: Path | None,
     record_text: bool,
     priority: int,
     show_stats: bool,

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from pagedjax.config import Config, full_key, load_config
-from pagedjax.paths import AnyPath, UrlPath, place, shipped_file
+from pagedjax.paths import AnyPath, UrlPath, check_output, place, shipped_file, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +31,13 @@ class PathOrUrl(click.ParamType):
     Args:
         exists: It must be there.
         folder: It is a folder, else a file.
+        written: It is an output: where it could not be written is said before any work begins.
     """
 
     name = "path"
 
-    def __init__(self, *, exists: bool = False, folder: bool = False) -> None:
-        self._exists, self._folder = exists, folder
+    def __init__(self, *, exists: bool = False, folder: bool = False, written: bool = False) -> None:
+        self._exists, self._folder, self._written = exists, folder, written
         self._path = click.Path(exists=exists, dir_okay=folder, file_okay=not folder, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
@@ -46,14 +47,49 @@ class PathOrUrl(click.ParamType):
             found = place(value)
             if isinstance(found, Path):
                 local: Path = self._path.convert(str(found), param, ctx)
+                if self._written:
+                    self._check(local)
                 return local
             if self._exists and not (found.exists() if self._folder else found.is_file()):
                 self.fail(f"{value}: no such {'folder' if self._folder else 'file'}", param, ctx)
-            if not self._exists:
+            if self._written:
                 found.check_writable()
         except (ValueError, ModuleNotFoundError) as error:
             self.fail(str(error), param, ctx)
         return found
+
+    def _check(self, path: Path) -> None:
+        check_output(path, folder=self._folder)
+
+
+class OutputFile(PathOrUrl):
+    """A file or folder of this machine that is written, as `PathOrUrl(written=True)`, but behind no URL.
+
+    Args:
+        folder: It is a folder, which is made with those above it.
+        deep: Folders above it that are missing are made.
+    """
+
+    def __init__(self, *, folder: bool = False, deep: bool = False) -> None:
+        super().__init__(folder=folder, written=True)
+        self._deep = deep
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        found = super().convert(value, param, ctx)
+        if not isinstance(found, Path):
+            self.fail(f"{value}: is behind a URL; give a path of this machine", param, ctx)
+        return found
+
+    def _check(self, path: Path) -> None:
+        if self._deep:
+            check_output(path.parent, folder=True)
+        else:
+            super()._check(path)
+
+
+def note(message: str) -> None:
+    """Say something that is not a result: one line on stderr, in which names of files stay text."""
+    print(shown(message), file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -89,7 +125,7 @@ class Common:
     def note(self, message: str) -> None:
         """Say something that is not a result."""
         if not self.quiet:
-            print(message, file=sys.stderr)
+            note(message)
 
     def console(self) -> Console:
         """Where results are drawn: stdout, in colour on a terminal."""

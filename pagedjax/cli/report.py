@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, keep_apart, shell
+from pagedjax.cli.options import OutputFile, PathOrUrl, keep_apart, note, shell
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, requests_bar, trace_options
 from pagedjax.paths import AnyPath, replace_text
 
@@ -18,7 +18,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command("report")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutputFile())
 @click.option("--run", "runs", type=_FILE, multiple=True, help="A record (generate --record, …); repeatable.")
 @click.option("--instance", "instances", multiple=True, help="Of a fleet's record: one to show step by step.")
 @click.option(
@@ -100,9 +100,7 @@ def _curve(
     )
     if facts["left_out"] and not quiet:
         names = ", ".join(facts["left_out"])
-        click.echo(
-            f"{path}: too long to replay every policy unasked ({names}); name them: --policy", err=True
-        )
+        note(f"{path}: too long to replay every policy unasked ({names}); name them: --policy")
     return facts
 
 

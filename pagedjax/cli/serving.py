@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pagedjax.cli.options import Common, PathOrUrl, emit_json, json_text, keep_apart, shell
+from pagedjax.cli.options import Common, OutputFile, PathOrUrl, emit_json, json_text, keep_apart, shell
 from pagedjax.cli.trace_options import AT_LEAST_0, AT_LEAST_1
 from pagedjax.paths import AnyPath, Output, replace_text
 
@@ -36,7 +36,7 @@ class _Positive(click.FloatRange):
 
 
 POSITIVE = _Positive(min=0, min_open=True)
-OUT_FILE = click.Path(dir_okay=False, path_type=Path)
+OUT_FILE = OutputFile()
 # Option → the options of which one must be there for it to have an effect.
 _NEEDS = {"burst": ("rate",)}
 # Pairs of which one takes the other's effect away, and why.
@@ -116,7 +116,7 @@ _OPTIONS = (
     click.option("--tpot", type=POSITIVE, default=math.inf, help="Promised seconds per token after it."),
     click.option("--hash-plans", is_flag=True, help="Print a hash of all plans (and plan every step)."),
     click.option("--out", type=OUT_FILE, help="Write what is printed to a file, too, as JSON."),
-    click.option("--records", type=PathOrUrl(), help="Write one JSON line per request."),
+    click.option("--records", type=PathOrUrl(written=True), help="Write one JSON line per request."),
     click.option("--record", "record_file", type=OUT_FILE, help="Write the run down, step by step."),
 )
 

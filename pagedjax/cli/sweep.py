@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl, emit_json
+from pagedjax.cli.options import PathOrUrl, emit_json, note
 from pagedjax.cli.trace_options import AT_LEAST_1, QUIET, Opener, trace_options
 from pagedjax.config import read_toml
 from pagedjax.paths import AnyPath, place
@@ -43,7 +43,7 @@ def work(point: dict[str, Any], options: dict[str, Any], measure: str) -> dict[s
 @click.option("--measure", help="simulate (the engine on a virtual clock) or replay.  [default: simulate]")
 @click.option(
     "--out",
-    type=PathOrUrl(folder=True),
+    type=PathOrUrl(folder=True, written=True),
     default="results",
     show_default=True,
     help="Folder of the rows, or its URL (s3://…).",
@@ -119,7 +119,7 @@ def command(
             resume=resume,
             jobs=jobs or 2,
             executor=executor,
-            note=lambda text: None if quiet else print(text, file=sys.stderr),
+            note=lambda text: None if quiet else note(text),
             advance=advance,
         )
     x, y, panel, hue = (_axis(sweep, column) for column in (x, y, panel, hue))
@@ -132,7 +132,7 @@ def command(
     else:
         print(lab.markdown([_short(row, sweep.axes) for row in means]), end="")
     if not quiet:
-        print(f"{len(rows)} points; " + ", ".join(map(str, paths)), file=sys.stderr)
+        note(f"{len(rows)} points; " + ", ".join(map(str, paths)))
 
 
 def _axis(sweep: Any, column: str | None) -> Any:

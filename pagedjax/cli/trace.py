@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl
+from pagedjax.cli.options import PathOrUrl, note
 from pagedjax.cli.trace_options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -24,7 +24,7 @@ from pagedjax.cli.trace_options import (
     requests_bar,
     trace_options,
 )
-from pagedjax.paths import AnyPath, part_of, told_of
+from pagedjax.paths import AnyPath, part_of, shown, told_of
 
 if TYPE_CHECKING:
     from pagedjax.sim.references import References
@@ -48,7 +48,7 @@ def write_whole(path: AnyPath, write: Callable[[Path], int], told: Any = None) -
             if not (count := write(made)):
                 raise click.UsageError(f"{path}: would hold no request; give a trace with at least one")
             path.upload(made)
-        print(f"{count:,} requests in {path}", file=told)
+        print(shown(f"{count:,} requests in {path}"), file=told)
         return
     target, part = part_of(path)
     device = part == target  # /dev/stdout, a pipe
@@ -62,7 +62,7 @@ def write_whole(path: AnyPath, write: Callable[[Path], int], told: Any = None) -
     finally:
         if not device:
             part.unlink(missing_ok=True)
-    print(f"{count:,} requests in {path}", file=sys.stderr if device else told or sys.stdout)
+    print(shown(f"{count:,} requests in {path}"), file=sys.stderr if device else told or sys.stdout)
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -107,7 +107,7 @@ def info(
     if not counts.requests:
         raise click.UsageError(f"{file}: holds no request; give a trace with at least one")
     if not quiet and (doubt := seen.doubt(counts.requests)):
-        print(f"{file}: {doubt}", file=sys.stderr)
+        note(f"{file}: {doubt}")
     unit = f"{trace.granularity} tokens per id" if trace.granularity else "lengths alone"
     print(f"trace             {trace.name} ({trace.format}, {unit})")
     print(f"sha256            {trace.digest()}")
@@ -199,7 +199,7 @@ def load_announced(
         nonlocal told
         told = True
         most = references * PEAK_BYTES / 1e9
-        print(f"{trace.name}: {many} block references: at most {most:,.1f} GB of memory", file=sys.stderr)
+        note(f"{trace.name}: {many} block references: at most {most:,.1f} GB of memory")
 
     def counted(more: int) -> None:
         nonlocal count
@@ -219,7 +219,7 @@ def load_announced(
 def note_unheard(trace: Trace, refs: References, quiet: bool) -> None:
     """Say what rows asked for and blocks alone cannot do."""
     if not quiet and (unheard := note_of(refs.unheard)):
-        print(f"{trace.name}: {unheard}", file=sys.stderr)
+        note(f"{trace.name}: {unheard}")
 
 
 def note_of(unheard: Mapping[str, int]) -> str:
@@ -245,7 +245,7 @@ def _expected(trace: Trace, size: int) -> int:
 
 @command.command("make")
 @click.argument("kind")
-@click.argument("out", type=PathOrUrl())
+@click.argument("out", type=PathOrUrl(written=True))
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the generator; repeatable."
 )
@@ -289,7 +289,7 @@ def make(
 
 @command.command("convert")
 @FILE
-@click.argument("out", type=PathOrUrl())
+@click.argument("out", type=PathOrUrl(written=True))
 @click.option(
     "--anonymise",
     type=click.Choice(["mooncake", "bailian"]),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import PathOrUrl
+from pagedjax.cli.options import PathOrUrl, note
 from pagedjax.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Opener:
             )
         if not self.quiet:
             for text in trace.notes:
-                print(f"{path}: {text}", file=sys.stderr)
+                note(f"{path}: {text}")
         if self.from_s is not None or self.to_s is not None:
             trace = trace.between(self.from_s or 0.0, float("inf") if self.to_s is None else self.to_s)
         if self.sessions is not None:

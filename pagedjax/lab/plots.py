@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedjax.lab.claims import TableRow
 from pagedjax.lab.tables import is_number
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, replace_bytes
 
 FORMS = (".png", ".svg", ".pdf")
 
@@ -98,7 +98,7 @@ def save(figure: Any, path: AnyPath, *, dpi: int) -> None:
     undated = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix]
     drawn = BytesIO()
     figure.savefig(drawn, format=path.suffix[1:], dpi=dpi, metadata={undated: None})
-    path.write_bytes(drawn.getvalue())
+    replace_bytes(path, drawn.getvalue())
 
 
 def _draw(axes: Any, rows: list[TableRow], x: str, y: str, hue: str, log: bool, kind: str) -> None:

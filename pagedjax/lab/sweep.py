@@ -19,7 +19,7 @@ from pagedjax.lab.provenance import digest, package_sources
 from pagedjax.lab.results import ResultFile
 from pagedjax.lab.tables import comma_separated, is_number
 from pagedjax.lab.workers import finished, local
-from pagedjax.paths import AnyPath, place
+from pagedjax.paths import AnyPath, place, replace_bytes, replace_text
 from pagedjax.sim import show
 
 
@@ -197,7 +197,7 @@ def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: A
     paths: list[AnyPath] = []
     for stem, table in ((name, list(rows)), (f"{name}-means", over_seeds(rows, keys))):
         paths.append(out / f"{stem}.csv")
-        paths[-1].write_text(comma_separated(table), encoding="utf-8")
+        replace_text(paths[-1], comma_separated(table))
         try:
             import pyarrow as pa
             from pyarrow import parquet
@@ -207,7 +207,7 @@ def write_sweep(name: str, rows: Sequence[TableRow], keys: Sequence[str], out: A
         columns = list(dict.fromkeys(column for row in table for column in row))
         written = pa.BufferOutputStream()
         parquet.write_table(pa.table({c: _column([row.get(c) for row in table]) for c in columns}), written)
-        paths[-1].write_bytes(written.getvalue().to_pybytes())
+        replace_bytes(paths[-1], written.getvalue().to_pybytes())
     return paths
 
 

@@ -13,7 +13,7 @@ from pagedjax.lab import catalog
 from pagedjax.lab.claims import TOLERANCE, Estimate, TableRow, claim_rows
 from pagedjax.lab.experiment import Experiment
 from pagedjax.lab.results import ResultFile
-from pagedjax.paths import AnyPath
+from pagedjax.paths import AnyPath, replace_text
 
 
 def is_number(value: object) -> bool:
@@ -93,14 +93,14 @@ def write_tables(
     means = means_over_seeds(rows) if seeds else []
     if seeds:
         head += f"Seeds of each row: {seeds}\n\n" + (markdown(means) + "\n" if means else "")
-    paths[0].write_text(head + (markdown(claims) + "\n" if claims else "") + markdown(rows))
-    paths[1].write_text(comma_separated(rows))
+    replace_text(paths[0], head + (markdown(claims) + "\n" if claims else "") + markdown(rows))
+    replace_text(paths[1], comma_separated(rows))
     if means:
         paths.append(out / f"{experiment.name}-means.csv")
-        paths[-1].write_text(comma_separated(means))
+        replace_text(paths[-1], comma_separated(means))
     if experiment.page is not None:
         paths.append(out / f"{experiment.name}.html")
-        paths[-1].write_text(experiment.page())
+        replace_text(paths[-1], experiment.page())
     return paths
 
 

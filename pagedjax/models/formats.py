@@ -26,6 +26,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 
 from pagedjax.models.config import ModelError, kind_of_file
+from pagedjax.paths import shown
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,7 @@ class _Header:
         self.file, self.path, self.left, self.elements = file, path, size, 0
 
     def fail(self, got: str, rule: str) -> NoReturn:
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in got)
-        raise ModelError(f"{self.path.name}: {line}: {rule}; download the GGUF file again")
+        raise ModelError(f"{self.path.name}: {shown(got)}: {rule}; download the GGUF file again")
 
     def take(self, n: int, what: str) -> bytes:
         if n > self.left:

@@ -120,7 +120,9 @@ def notebook(record: Record) -> str:
         name: [(end, float(state[at])) for end, state in zip(ends, run["counts"])]
         for name, at in of_blocks.items()
     }
-    slow = sorted(lines, key=lambda line: line["arrival"] - (line["first"] or math.inf))[:5]
+    slow = sorted(
+        lines, key=lambda line: line["arrival"] - (math.inf if line["first"] is None else line["first"])
+    )[:5]
     rows = [
         {
             "request": line["id"],
@@ -207,7 +209,8 @@ class _Reader:
                 )
             self.about = frame
         elif kind == "add":
-            line = RequestLine(frame["id"], frame["t"], frame["prompt"], frame["max_new"], frame["n"])
+            arrival = frame["t"] + 0.0  # refuses what is no number
+            line = RequestLine(frame["id"], arrival, frame["prompt"], frame["max_new"], frame["n"])
             line.text = frame.get("text")
             self.requests[frame["id"]] = line
         elif kind == "step":
@@ -305,7 +308,7 @@ class _Reader:
         if not self.steps:
             return
         ref, keys = self.replay.ref[0], self.replay.keys[0]
-        tables = frame.get("tables", ())
+        tables = (*frame.get("tables", ()), *frame.get("passing", ()))
         takers = {b: self.owner.get(seq, "") for seq, group, _, blocks in tables for b in blocks if not group}
         for group, block, owners, *content in frame.get("blocks", ()):
             short = [content[0][:8] if content[0] else None] if content else []

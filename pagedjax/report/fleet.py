@@ -176,7 +176,7 @@ class _FleetReader:
             return self._result(about)
         except (LookupError, TypeError, ValueError) as error:
             raise RecordError(
-                f"{self.name}: its frames do not fit together ({error}); was it edited?"
+                f"{self.name}: its frames do not fit together ({str(error)[:120]}); was it edited?"
             ) from None
 
     def _join(self, frame: Frame) -> None:

@@ -21,20 +21,29 @@ A fleet's record is one file; frames of an instance carry its number `i`, and th
 
 Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens, samples drawn]` of a step's rows,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that
-had a row then and have none now, though their request goes on. `step`, `end` and `close` carry `pools`: of each pool
-what happened to its blocks since the frame before, in order, each as a list:
+had a row then and have none now, though their request goes on. Of `step` and `quiet` the file says when they ended
+(`e`), and when they began (`t`) where that is not when the last of them had ended. `step`, `end` and `close` carry
+`events`: what happened to blocks and tables since the frame before, in order, each as a list:
 
 - `"take", blocks`: handed out, one owner each
 - `"share", blocks`: one owner more; `"free", blocks`: one less, as often as listed
-- `"fill", blocks, digests`: their contents are indexed; digests in hex, between commas; `"drop", blocks`: not any more
+- `"fill", blocks`: their contents are indexed, `digests` of the frame names all of them in this order, in hex and
+  between commas; `"drop", blocks`: not any more
+- `"grow", sequence, blocks`: as `take`, and they are the end of its table
+- `"hit", sequence, blocks`: as `share`, and its table begins with them
+- `"leave", sequence`: as `free` of all that its table names, and the table is gone
+- `"put", sequence, position, blocks`: its table names them from there on; `"cut", sequence, length`: it is shorter now
 
-The first of them tells what the pools held before, as if it happened then.
+In groups after the first their names are followed by the group's number: `"take 1"`. The first of them tell what the
+pools held before, as if it happened then.
 
-Who reads a record gets `blocks` in its place: `[group, block, owners]` of every block that anything happened to since
-the frame before, with a fourth entry where its content changed (the digest in hex, null: not indexed any more).
-Explorations and version 1 wrote that into the file. `tables` are `[sequence, group, position, blocks]` to write into a
-table, `gone` sequences that hold none any more. An exploration's frames carry the `command` that they come from.
-Replaying the frames gives the manager's state.
+Who reads a record gets in their place `t` and `s`, the seconds it took, and `blocks`: `[group, block, owners]` of every
+block that anything happened to since the frame before, with a fourth entry where its content changed (the digest in
+hex, null: not indexed any more); `tables`: `[sequence, group, position, blocks]` to write into a table; `gone`:
+sequences that hold none any more; `passing`: tables that came and went between two frames. Managers of no pages,
+explorations and version 1 wrote `blocks`, `tables` and `gone` into the file; version 2 wrote the first five events as
+`pools`, a list for each group, with the digests in "fill". Times are seconds, to the nanosecond. An exploration's
+frames carry the `command` that they come from. Replaying the frames gives the manager's state.
 """
 
 from __future__ import annotations
@@ -57,7 +66,10 @@ from pagedjax.report.replay import VERSION, Record, RecordError, Replay, read_re
 __all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
-_MOST_HELD = 32  # frames that a kill may cost
+# A frame that waits: how its line begins, when it began and ended (None: not told), what follows, and how many events
+# and digests there were up to it.
+_Held = tuple[str, float | None, float | None, str, int, int]
+_MOST_HELD = 64  # frames that a kill may cost
 
 
 class RecordFile:
@@ -110,9 +122,9 @@ class RecordFile:
 class Recorder:
     """Writes an engine's run down, frame by frame.
 
-    Where the manager is a `PagedManager`, its pools tell which blocks changed; nothing is scanned. Close it (or leave
-    its `with` block) to write the closing frame; a record without one can be read all the same. Frames of steps are
-    put together as text, field by field, from lists that become JSON in one call each.
+    Where the manager is a `PagedManager`, it tells what happens to blocks and tables; nothing is scanned. Close it (or
+    leave its `with` block) to write the closing frame; a record without one can be read all the same. Frames wait as
+    plain values and turn into text many at a time, events from lists that become JSON in one call each.
 
     Args:
         path: File to write; an older one is replaced when something happens (a run that is refused before leaves it).
@@ -147,8 +159,7 @@ class Recorder:
         paged = self._manager if isinstance(self._manager, PagedManager) else None
         self._paged = paged
         self._width = engine.scheduler.table_width
-        self._size = self._manager.block_size
-        self._tables: dict[int, _Lists] = {}
+        self._tables: dict[int, _Lists] = {}  # as last told, where the manager does not tell
         self._owners: dict[int, str] = {}  # sequence with a table → its request
         self._admitted: dict[str, int] = {}  # request id → preemptions when it was last seen to run
         self._preemptions = 0
@@ -157,7 +168,9 @@ class Recorder:
         self._ends: list[int] = []
         self._drew = True  # each of these rows drew one token
         self._stepped = False
-        self._held: list[str] = []  # frames to be written together
+        self._held: list[_Held] = []  # frames to be written together
+        self._mark = self._filled = 0  # events and digests told up to the last of them
+        self._last_s: float | None = None  # when the last step told had ended
         self._lost: dict[str, str] = {}  # preempted since the frame before → how
         self._gone: dict[str, int] = {}  # request id → its preemptions that were told
         self._branched = 0  # requests of several samples or beams that have not ended
@@ -169,7 +182,7 @@ class Recorder:
         else:
             first = {
                 **about,
-                "block_size": self._size,
+                "block_size": self._manager.block_size,
                 "pool_blocks": list(self._manager.pool_blocks),
                 "text": decode is not None,
             }
@@ -177,9 +190,6 @@ class Recorder:
         self.path = self._file.path
         self._open = True
         self._changes = paged.watch() if paged is not None else None
-        # Who came back from the host may hold blocks without having a row.
-        swaps = engine.scheduler.config.preemption != "recompute"
-        self._fresh = swaps or self._changes is None or self._changes.books_tables
         engine.observer = self
 
     # ------------------------------------------------------- told by the engine
@@ -189,16 +199,18 @@ class Recorder:
         many = request.sampling.num_sequences
         self._branched += many > 1
         text = "" if self._decode is None else f',"text":{_quoted(self._decode(request.prompt_token_ids))}'
-        self._held.append(
-            f'{{"frame":"add"{self._tag},"id":{_quoted(request.request_id)},"t":{request.arrival - self._zero!r},'
-            f'"prompt":{request.num_prompt_tokens},"max_new":{request.sampling.max_tokens},"n":{many}{text}}}\n'
+        head = f'{{"frame":"add"{self._tag},"id":{_quoted(request.request_id)}'
+        rest = (
+            f',"prompt":{request.num_prompt_tokens},"max_new":{request.sampling.max_tokens},"n":{many}{text}'
         )
+        self._held.append((head, request.arrival - self._zero, None, rest, self._mark, self._filled))
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
         rows, known = plan.rows, self._seqs
-        seqs = [row[0] for row in rows]
-        starts = [row[1] for row in rows]
+        columns = list(zip(*rows)) or [(), ()]
+        seqs: list[Seq] = list(columns[0])
+        starts: list[int] = list(columns[1])
         same = len(known)
         parts: list[str] = []
         # Most rows go on where they stopped: these are compared as a whole. Rows of one token come first in a plan,
@@ -211,10 +223,10 @@ class Recorder:
             and (not same or rows[same - 1][2] == 1)
         ):
             self._ends = [start + 1 for start in starts]
-            new = self._rows(rows, same, {}, parts) if len(rows) > same else []
+            if len(rows) > same:
+                self._rows(rows, same, {}, parts)
         else:
-            same = 0
-            new = self._rows(rows, 0, {seq.seq_id: end for seq, end in zip(known, self._ends)}, parts)
+            self._rows(rows, 0, {seq.seq_id: end for seq, end in zip(known, self._ends)}, parts)
         self._seqs = seqs
         left: list[int] = []
         if self._lost or self._scheduler.num_preemptions != self._preemptions:
@@ -226,39 +238,27 @@ class Recorder:
         if result.compile_s:
             parts.append(f',"compile_s":{result.compile_s!r}')
         changes = self._changes
-        happened = changes.take() if changes is not None else ""
-        tables: list[str] = []
-        if happened or self._paged is None:
-            if same and (changes is None or changes.grew):
-                size = self._size
-                new = [i for i in range(same) if not starts[i] % size] + new
-            left += self._table_changes(plan, new, tables)
-            if happened:
-                parts.append(f',"pools":{happened}')
-            if tables:
-                parts.append(f',"tables":[{",".join(tables)}]')
+        if changes is not None:
+            self._mark, self._filled = len(changes.events), len(changes.digests)
+        else:
+            left += self._table_changes(parts)
         if left:
             parts.append(f',"gone":{left}')
         self._stepped = True
-        held = self._held
-        held.append(
-            f'{{"frame":"step"{self._tag},"n":{plan.step},"t":{started_s - self._zero!r},"s":{ended_s - started_s!r}'
-            f"{''.join(parts)}}}\n"
-        )
-        if len(held) >= _MOST_HELD:
+        self._moved(f'{{"frame":"step"{self._tag},"n":{plan.step}', started_s, ended_s, "".join(parts))
+
+    def _moved(self, head: str, started_s: float, ended_s: float, rest: str) -> None:
+        """Note a frame that moves time."""
+        began = None if started_s == self._last_s else started_s - self._zero
+        self._last_s = ended_s
+        self._held.append((head, began, ended_s - self._zero, rest, self._mark, self._filled))
+        if len(self._held) >= _MOST_HELD:
             self.flush()
 
-    def _rows(
-        self, told: Sequence[Row[Seq]], first: int, before: dict[int, int], parts: list[str]
-    ) -> list[int]:
-        """Tell rows from the first on that do more than go on, who is admitted, who of those before paused.
-
-        Returns:
-            The rows whose tables may have grown: that begin, or fill a block.
-        """
+    def _rows(self, told: Sequence[Row[Seq]], first: int, before: dict[int, int], parts: list[str]) -> None:
+        """Tell rows from the first on that do more than go on, who is admitted, who of those before paused."""
         rows: list[str] = []
         admitted: list[str] = []
-        grown: list[int] = []
         drew = True
         del self._ends[first:]
         for number in range(first, len(told)):
@@ -267,10 +267,7 @@ class Recorder:
             self._ends.append(start + num_tokens)
             drew = drew and len(samples) == 1
             if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
-                if not start % self._size or seq_id not in self._tables:
-                    grown.append(number)
                 continue
-            grown.append(number)
             name = _quoted(seq.request.request_id)
             if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
                 admitted.append(self._admission(seq.request, name, start))
@@ -282,15 +279,11 @@ class Recorder:
             parts.append(f',"rows":[{",".join(rows)}]')
         if before:
             parts.append(f',"paused":{list(before)}')
-        return grown
 
     def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
         """Steps in which every running sequence got its next token, and nothing else happened."""
         self._ends = [end + count for end in self._ends]
-        self._held.append(
-            f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count},"t":{started_s - self._zero!r},'
-            f'"s":{ended_s - started_s!r}}}\n'
-        )
+        self._moved(f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count}', started_s, ended_s, "")
 
     def ended(self, request: Request, output: RequestOutput, now: float) -> None:
         """A request ended, in a step or between two."""
@@ -305,19 +298,33 @@ class Recorder:
         self._branched -= request.sampling.num_sequences > 1
         reason = str(output.outputs[0].finish_reason) if output.outputs else "abort"
         ttft = "null" if output.ttft_s is None else repr(output.ttft_s)
-        # What was there at the beginning belongs to a step: a page shows nothing before the first.
-        changes = self._changes if self._stepped else None
-        happened = changes.take() if changes is not None else ""
-        pools = f',"pools":{happened}' if happened else ""
-        self._held.append(
-            f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)},"t":{now - self._zero!r},'
-            f'"reason":{_quoted(reason)},"tokens":{[len(o.token_ids) for o in output.outputs]},"ttft_s":{ttft},'
-            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}{pools}}}\n'
+        if self._changes is not None and self._stepped:
+            # What was there at the beginning belongs to a step: a page shows nothing before the first.
+            self._mark, self._filled = len(self._changes.events), len(self._changes.digests)
+        rest = (
+            f',"reason":{_quoted(reason)},"tokens":{[len(o.token_ids) for o in output.outputs]},"ttft_s":{ttft},'
+            f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}'
         )
+        head = f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)}'
+        self._held.append((head, now - self._zero, None, rest, self._mark, self._filled))
 
     def flush(self) -> None:
         """Write the frames that wait."""
-        self._file.line("".join(self._held))
+        changes, told, known, lines = self._changes, 0, 0, []
+        for head, began, ended, rest, mark, filled in self._held:
+            # Of nanoseconds: all 17 digits take longer than the rest of the line.
+            if began is not None:
+                head += f',"t":{began:.9f}'
+            if ended is not None:
+                head += f',"e":{ended:.9f}'
+            if changes is not None and mark > told:
+                rest += _events(changes.events[told:mark], changes.digests[known:filled])
+                told, known = mark, filled
+            lines.append(f"{head}{rest}}}\n")
+        if changes is not None:
+            del changes.events[:told], changes.digests[:known]
+            self._mark = self._filled = 0
+        self._file.line("".join(lines))
         self._held.clear()
 
     # -------------------------------------------------------------------- parts
@@ -351,39 +358,18 @@ class Recorder:
         self._forget(seqs)
         return seqs
 
-    def _table_changes(self, plan: StepPlan[Seq], grown: list[int], out: list[str]) -> list[int]:
-        """Tell tables that differ from what the record says; the sequences that hold none any more.
-
-        Where only rows have tables and booking leaves them alone, those that may have grown are looked at; else all.
-        """
-        left: list[int] = []
-        if self._fresh or self._branched:
-            running = self._engine.scheduler.running
-            seqs = [seq for r in running for seq in (r.live if r.forked else r.live[:1])]
-            tables = self._manager.tables([seq.seq_id for seq in seqs], self._width)
-            left = sorted(self._tables.keys() - {seq.seq_id for seq in seqs})
-            self._forget(left)
-            for i, seq in enumerate(seqs):
-                self._differences(seq, tuple(_trimmed(table[i].tolist()) for table in tables), out)
-        else:
-            assert self._changes is not None  # else every table is fresh
-            rows, known, live = plan.rows, self._tables, self._changes.tables
-            copies = bool(plan.copies)
-            for i in range(len(rows)) if copies else grown:
-                seq = rows[i][0]
-                seq_id = seq.seq_id
-                lists = live(seq_id)
-                if lists is not None and not copies and (old_lists := known.get(seq_id)) is not None:
-                    for group, old in enumerate(old_lists):
-                        first, told = len(old), lists[group]
-                        if len(told) > first:
-                            told = told[first:]
-                            old += told
-                            out.append(f"[{seq_id},{group},{first},{told!r}]")
-                    continue
-                if lists is None:  # it ended in this step: what the plan had
-                    lists = [_trimmed(table[i].tolist()) for table in plan.tables]
-                self._differences(seq, lists, out)
+    def _table_changes(self, parts: list[str]) -> list[int]:
+        """Tell tables that differ from what the record says; the sequences that hold none any more."""
+        out: list[str] = []
+        running = self._engine.scheduler.running
+        seqs = [seq for r in running for seq in (r.live if r.forked else r.live[:1])]
+        tables = self._manager.tables([seq.seq_id for seq in seqs], self._width)
+        left = sorted(self._tables.keys() - {seq.seq_id for seq in seqs})
+        self._forget(left)
+        for i, seq in enumerate(seqs):
+            self._differences(seq, tuple(_trimmed(table[i].tolist()) for table in tables), out)
+        if out:
+            parts.append(f',"tables":[{",".join(out)}]')
         return left
 
     def _differences(self, seq: Seq, lists: Sequence[list[int]], out: list[str]) -> None:
@@ -416,8 +402,8 @@ class Recorder:
         self.flush()
         parts = [f'{{"frame":"close"{self._tag}']
         if self._paged is not None and self._changes is not None:
-            if happened := self._changes.take():
-                parts.append(f',"pools":{happened}')
+            if self._changes.events:
+                parts.append(_events(self._changes.events, self._changes.digests))
             state = self._paged.snapshot()
             queue = [group["free_queue"] for group in state["groups"]]
             stats = json.dumps(asdict(state["stats"]), separators=(",", ":"), allow_nan=False)
@@ -444,6 +430,12 @@ def _trimmed(table: list[int]) -> list[int]:
     while end and not table[end - 1]:
         end -= 1
     return table[:end]
+
+
+def _events(events: list[list[Any]], digests: list[bytes]) -> str:
+    """A frame's fields; the names of events need no escapes."""
+    told = f',"events":{events!r}'.replace("'", '"').replace(", ", ",")
+    return f'{told},"digests":"{",".join(map(bytes.hex, digests))}"' if digests else told
 
 
 def _copies(plan: StepPlan[Seq]) -> str:

@@ -263,7 +263,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trace make chat new.jsonl --rate 1e-320", "rate=1e-320: must be from"),
         ("trace convert head.csv new.jsonl", "new.jsonl: would hold no request"),
         ("trace convert head.csv good.jsonl", "good.jsonl: would hold no request"),
-        ("trace make chat none/new.jsonl", "none/new.jsonl: no such file"),
+        ("trace make chat none/new.jsonl", "none/new.jsonl: its folder none does not exist; make it first"),
         ("trace make chat /dev/full --set num_sessions=2", "/dev/full: no space left on device"),
         ("trace convert good.jsonl /dev/full", "/dev/full: no space left on device"),
         ("trace info /proc/self/mem", "/proc/self/mem: input/output error"),

@@ -1,5 +1,6 @@
 """Records, curves and sweeps in a notebook: well-formed, small, self-contained, escaped, with the numbers they have."""
 
+import json
 import math
 import re
 from functools import partial
@@ -110,3 +111,18 @@ def test_lines_keep_their_ends_and_leave_out_what_is_not_finite():
     assert text.count("L") < 2 * show.MOST_POINTS and "nan" not in text and ">5,000<" in text
     assert "<circle" in text  # one point is seen, too
     assert "nothing to draw" in show.lines({"a": []}, x="x", y="y")
+
+
+def test_a_first_token_at_0_s_is_no_request_that_never_got_one(tmp_path):
+    frames = [
+        {"frame": "run", "version": 3, "block_size": 4, "pool_blocks": [9]},
+        *(
+            {"frame": "add", "id": name, "t": 0.0, "prompt": 1, "max_new": 2, "n": 1}
+            for name in ("slow", "soon")
+        ),
+        {"frame": "step", "n": 1, "t": 0.0, "e": 0.0, "rows": [[1, "soon", 0, 0, 1, 1]]},
+        {"frame": "step", "n": 2, "e": 5.0, "paused": [1], "rows": [[0, "slow", 0, 0, 1, 1]]},
+    ]
+    (tmp_path / "r").write_text("".join(json.dumps(frame) + "\n" for frame in frames))
+    page = read_record(tmp_path / "r")._repr_html_()
+    assert page.index(">slow<") < page.index(">soon<"), "whose first token took longest comes first"

@@ -202,7 +202,7 @@ def test_a_cut_record_gives_what_was_whole(tmp_path):
     [
         (lambda lines: [], "holds no frame"),
         (lambda lines: lines[1:], ":1: a record begins with a run frame"),
-        (lambda lines: [lines[0].replace('"version":2', '"version":9'), *lines[1:]], ":1: version 9"),
+        (lambda lines: [lines[0].replace('"version":3', '"version":9'), *lines[1:]], ":1: version 9"),
         (
             lambda lines: [lines[0].replace('"block_size":4', '"block_size":"x"'), *lines[1:]],
             ":1: block_size='x'",
@@ -223,6 +223,7 @@ def test_a_file_that_is_no_record_is_refused_by_line(tmp_path, change, said):
     [
         {"frame": "add"},
         {"frame": "add", "id": [], "t": 0.0, "prompt": 1, "max_new": 1, "n": 1},
+        {"frame": "add", "id": "a", "t": None, "prompt": 1, "max_new": 1, "n": 1},
         {"frame": "step", "n": 0, "t": "x", "s": 1.0},
         {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": [[9, "nobody", 0, 0, 1, 1]]},
         {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": 3},
@@ -310,3 +311,58 @@ def test_version_1_is_read_and_broken_events_are_refused_by_line(tmp_path):
         path.write_text(first % 2 + step % f'"pools":[{events}]' + step % '"paused":[]')
         with pytest.raises(RecordError, match=":2: no frame of a record"):
             list(read_record(path))
+
+
+def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
+    first = '{"frame":"run","version":3,"block_size":4,"pool_blocks":[9,9]}\n'
+    path = tmp_path / "r"
+    path.write_text(
+        first
+        + '{"frame":"step","n":1,"t":1.0,"e":1.5,"events":[["grow",7,[3,4]],["fill",[3]],["take 1",[2]],'
+        '["put 1",7,0,[2]],["grow",8,[5]],["leave",8]],"digests":"ab"}\n'
+        + '{"frame":"quiet","n":2,"count":3,"e":2.0}\n'
+        + '{"frame":"step","n":5,"e":2.5,"events":[["hit",9,[3]],["cut",7,1],["free",[4]]]}\n'
+        + '{"frame":"step","n":6,"e":3.5,"events":[["leave",7],["leave 1",7],["drop",[3]],["grow",7,[6]]]}\n'
+    )
+    step, quiet, hit, last = list(read_record(path))[1:]
+    assert (step["t"], step["s"]) == (1.0, 0.5) and (quiet["t"], quiet["s"]) == (1.5, 0.5) and hit["t"] == 2.0
+    assert step["blocks"] == [[0, 3, 1, "ab"], [0, 4, 1], [1, 2, 1], [0, 5, 0]]
+    assert step["tables"] == [[7, 0, 0, [3, 4]], [7, 1, 0, [2]]] and step["passing"] == [[8, 0, 0, [5]]]
+    assert "gone" not in step and hit["tables"] == [[9, 0, 0, [3]], [7, 0, 1, [0]]]
+    assert last["tables"] == [[7, 0, 0, [6]], [7, 1, 0, [0]]] and [0, 3, 1, None] in last["blocks"]
+    assert replay(read_record(path)).tables == {7: [[6], []], 9: [[3], []]}
+    for broken in (
+        '"e":2.0,"events":[["leave",9],["melt",[3]]]',
+        '"e":2.0,"events":[["take x",[3]]]',
+        '"e":2.0,"events":[["fill",[3,4]]],"digests":"ab"',
+        '"e":2.0,"events":[["fill",[3]]],"digests":"ab,cd"',
+        '"e":2.0,"events":[["put",1,2,[3]]]',
+        '"e":2.0,"events":[["cut",1,5]]',
+        '"e":2.0,"events":[["free",[3]]]',
+        '"e":1e999,"t":0.0',
+        '"t":1e300,"e":0.0',
+        '"e":2.0',
+        '"e":"2.0","t":0.0',
+        '"e":[2.0],"t":0.0',
+    ):
+        path.write_text(first + f'{{"frame":"step","n":1,{broken}}}\n{{"frame":"x"}}\n')
+        with pytest.raises(RecordError, match=":2: no frame of a record") as error:
+            list(read_record(path))
+        if '"t"' in broken or "events" not in broken:
+            continue
+        path.write_text(first + f'{{"frame":"step","n":1,"t":1.0,{broken}}}\n{{"frame":"x"}}\n')
+        with pytest.raises(RecordError, match=":2: no frame of a record") as error:
+            list(read_record(path))
+        assert "when it began" not in str(error.value)
+
+
+def test_what_a_message_quotes_of_a_record_is_short(tmp_path):
+    for field in (
+        '"version":"%s"',
+        '"version":3,"block_size":"%s"',
+        '"version":3,"block_size":1,"pool_blocks":"%s"',
+    ):
+        (tmp_path / "r").write_text('{"frame":"run",' + field % ("x" * 1_000_000) + "}\n")
+        with pytest.raises(RecordError) as error:
+            list(read_record(tmp_path / "r"))
+        assert len(str(error.value)) < 400

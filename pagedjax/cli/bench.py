@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, OutputFile, common_options, emit_json
 from pagedjax.cli.trace_options import FILE
 from pagedjax.config import WEIGHT_DTYPES, ModelSource
 from pagedjax.paths import AnyPath, replace_text
@@ -248,7 +248,7 @@ def cache(common: Common, large: bool) -> None:
 )
 @click.option(
     "--tune",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Instead, time sizes of the kernels' pieces and write the quickest to this file, for runtime.kernel_tuning.",
 )
 @common_options(settings=(), cache_dir=False)

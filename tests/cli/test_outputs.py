@@ -13,7 +13,18 @@ import pagedjax.cli
 from pagedjax.cli import COMMANDS, cli, main
 from pagedjax.cli.options import OutputFile, PathOrUrl, note
 
-WRITTEN = {"out", "records", "record", "record_file", "plot", "moved", "report", "target", "save_cache"}
+WRITTEN = {
+    "out",
+    "records",
+    "record",
+    "record_file",
+    "plot",
+    "moved",
+    "report",
+    "target",
+    "save_cache",
+    "tune",
+}
 FOLDER = Path(pagedjax.cli.__file__).parent
 
 

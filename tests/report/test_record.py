@@ -356,11 +356,15 @@ def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
         assert "when it began" not in str(error.value)
 
 
+LATE = '"version":3,"block_size":1,"pool_blocks":[2]}\n{"frame":"step","events":[["%s",[1]]]}\n{"frame":"x"'
+
+
 def test_what_a_message_quotes_of_a_record_is_short(tmp_path):
     for field in (
         '"version":"%s"',
         '"version":3,"block_size":"%s"',
         '"version":3,"block_size":1,"pool_blocks":"%s"',
+        LATE,
     ):
         (tmp_path / "r").write_text('{"frame":"run",' + field % ("x" * 1_000_000) + "}\n")
         with pytest.raises(RecordError) as error:

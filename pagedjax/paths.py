@@ -393,14 +393,6 @@ def check_output(path: Path, *, folder: bool = False) -> None:
         raise ValueError(f"{path}: {there} may not be written to; name another place")
 
 
-def shown(text: str) -> str:
-    """Text from outside, names of files above all, as a piece of one line that turns nothing around.
-
-    What a terminal would obey or hide (ends of lines, marks of writing direction, escapes) is spelled.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def replace_text(path: AnyPath, text: str) -> None:
     """Write a text file whole or not at all.
 

@@ -1,11 +1,17 @@
-"""One progress bar for all long work, on stderr, so that stdout holds results alone."""
+"""One progress bar for all long work, on stderr, so that stdout holds results alone; names in it stay text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pagedjax.paths import shown
+
+def shown(text: str) -> str:
+    """Text from outside, names of files above all, as a piece of one line that turns nothing around.
+
+    What a terminal would obey or hide (ends of lines, marks of writing direction, escapes) is spelled.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager

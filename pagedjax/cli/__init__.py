@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from pagedjax import __version__
-from pagedjax.paths import shown
+from pagedjax.progress import shown
 
 # Name -> module. A new command is one module and one line here.
 COMMANDS = {

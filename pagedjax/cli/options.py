@@ -17,7 +17,8 @@ import click
 from click.core import ParameterSource
 
 from pagedjax.config import Config, full_key, load_config
-from pagedjax.paths import AnyPath, UrlPath, check_output, place, shipped_file, shown
+from pagedjax.paths import AnyPath, UrlPath, check_output, place, shipped_file
+from pagedjax.progress import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

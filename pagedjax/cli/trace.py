@@ -24,7 +24,8 @@ from pagedjax.cli.trace_options import (
     requests_bar,
     trace_options,
 )
-from pagedjax.paths import AnyPath, part_of, shown, told_of
+from pagedjax.paths import AnyPath, part_of, told_of
+from pagedjax.progress import shown
 
 if TYPE_CHECKING:
     from pagedjax.sim.references import References

@@ -26,7 +26,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 
 from pagedjax.models.config import ModelError, kind_of_file
-from pagedjax.paths import shown
+from pagedjax.progress import shown
 
 
 @dataclass(frozen=True)

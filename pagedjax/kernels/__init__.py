@@ -1,6 +1,12 @@
 """Kernels of the paged KV cache: arrays in, arrays out; they know no request and no config file."""
 
-from pagedjax.kernels.api import IMPLEMENTATIONS, KERNEL_PLUGINS, paged_attention, plan_sizes
+from pagedjax.kernels.api import (
+    IMPLEMENTATIONS,
+    KERNEL_PLUGINS,
+    paged_attention,
+    plan_sizes,
+    write_and_attend,
+)
 from pagedjax.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
 from pagedjax.kernels.cascade import merge_states
 from pagedjax.kernels.layout import DecodeList, KVLayout, KVPool, RaggedBatch, make_pool
@@ -24,5 +30,6 @@ __all__ = [
     "plan_ragged",
     "plan_sizes",
     "scatter_blocks",
+    "write_and_attend",
     "write_kv",
 ]

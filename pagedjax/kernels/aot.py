@@ -25,8 +25,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from pagedjax.kernels import pallas_mma, pallas_mosaic
-from pagedjax.kernels.api import paged_attention
-from pagedjax.kernels.blocks import write_kv
+from pagedjax.kernels.api import write_and_attend
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch
 from pagedjax.kernels.plan import plan_ragged
 from pagedjax.kernels.tuning import PACKAGED, Tuning
@@ -569,9 +568,8 @@ def attention_step(
     q, k = (jax.ShapeDtypeStruct((T, heads, H), dtype) for heads in (num_heads, K))
 
     def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array | None, ragged: RaggedBatch) -> Any:
-        pool = write_kv(pool, 0, k, v, ragged.slot_mapping)
-        out = paged_attention(q, pool, 0, ragged, scale=H**-0.5, implementation=implementation, **params)
-        return pool, out
+        kwargs = {"scale": H**-0.5, "implementation": implementation, **params}
+        return write_and_attend(q, k, v, pool, 0, ragged, **kwargs)
 
     return step, (pool, q, k, None if layout.latent_dim else k, ragged)
 

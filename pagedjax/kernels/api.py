@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 
 from pagedjax.cache.plugins import Plugins
 from pagedjax.kernels import doors, native, pallas_mma, pallas_mosaic, pallas_tpu, xla
+from pagedjax.kernels.blocks import new_rows, write_kv
 from pagedjax.kernels.layout import (
     KVLayout,
     KVPool,
@@ -22,7 +25,7 @@ from pagedjax.kernels.layout import (
 )
 from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, ...]]] = {
     "pallas_tpu": pallas_tpu.attend,
     "pallas_mosaic": pallas_mosaic.attend,
     "pallas_mma": pallas_mma.attend,
@@ -109,29 +112,104 @@ def paged_attention(
         PagedAttention (Kwon et al., SOSP 2023, §4.1); log-sum-exp merging as in FlashAttention
         (Dao et al., 2022) and Flash-Decoding (2023).
     """
+    names = _order(implementation)
+    attends = [(name, KERNEL_PLUGINS.find(name)) for name in names]
+    out, lse = _serve(
+        attends, q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return (out, lse) if return_lse else out
+
+
+def _serve(
+    attends: Sequence[tuple[str, Callable[..., tuple[jax.Array, ...]]]],
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """What the first of some implementations returns that serves a call; `paged_attention` says of what arguments."""
     _check(q, pool, layer, ragged, sinks)
     scale, window = doors.real("scale", scale), doors.window_tokens(window)
     if soft_cap is not None and not (soft_cap := doors.real("soft_cap", soft_cap)) > 0:
         raise ValueError(f"soft_cap={soft_cap}: must be positive; None leaves scores as they are")
     ragged.decode_list(window)
-    names = _order(implementation)
     ragged = jax.tree.map(jnp.asarray, ragged)
     if not isinstance(layer, (int, np.integer)):
         layer, known = known_layer(pool.layout, layer)
         q = jnp.where(known, q, jnp.nan)  # no layer's keys are its
     refusals = []
-    for name in names:
+    for name, attend in attends:
         try:
             # Kernels count in int32 and compute in float32, whatever `jax_enable_x64` makes of a bare number.
             with jax.enable_x64(False):
-                out, lse = KERNEL_PLUGINS.find(name)(
+                return attend(
                     q, pool, layer, ragged, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
                 )
         except NotImplementedError as error:
             refusals.append(f"{name}: {error}")
-        else:
-            return (out, lse) if return_lse else out
     raise NotImplementedError("; ".join(refusals))
+
+
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    **params: Any,
+) -> tuple[KVPool, jax.Array]:
+    """`write_kv` of this step's keys and values and `paged_attention` of its queries.
+
+    On TPU a step of decode rows alone is one kernel, which writes the row whose keys it has at hand
+    (`fused_write` of the tuning table).
+
+    Args:
+        q, pool, layer, ragged, implementation: As for `paged_attention`; the pool lacks this step's keys.
+        k, v: As for `write_kv`, to the slots of the plan.
+        params: As for `paged_attention`.
+
+    Returns:
+        (the pool, f[T, N, H]).
+    """
+    first = _order(implementation)[0]
+    sizes = ragged.sizes("pallas_tpu", pool.layout, q.shape[1]) if np.ndim(q) == 3 else {}
+    alone = ragged.decode_bucket == ragged.num_tokens_bucket
+    if first == "pallas_tpu" and alone and sizes.get("fused_write") and not params.get("return_lse"):
+        try:
+            return _fused(q, k, v, pool, layer, ragged, **params)
+        except NotImplementedError:
+            pass  # what the kernel cannot serve is refused, or served by another, below
+    pool = write_kv(pool, layer, k, v, ragged.slot_mapping)
+    return pool, paged_attention(q, pool, layer, ragged, implementation=implementation, **params)
+
+
+def _fused(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    **params: Any,
+) -> tuple[KVPool, jax.Array]:
+    new = new_rows(pool, layer, k, v, ragged.slot_mapping)
+    if not isinstance(layer, (int, np.integer)):
+        layer, known = known_layer(pool.layout, layer)
+        q = jnp.where(known, q, jnp.nan)
+        ragged = replace(
+            ragged, slot_mapping=jnp.where(known, ragged.slot_mapping, -1)
+        )  # and nothing is written
+    attend = functools.partial(IMPLEMENTATIONS["pallas_tpu"], new=new)
+    out, _, data = _serve([("pallas_tpu", attend)], q, pool, layer, ragged, **params)
+    return KVPool(data, pool.layout), out
 
 
 def plan_sizes(layout: KVLayout, num_heads: int, tuning: Tuning = PACKAGED) -> dict[str, int]:

@@ -25,6 +25,19 @@ def write_kv(
         ValueError: k or v is not f[T, K, H] of slot_mapping and pool, v is there or missing against the layout, the
             pool's array is not its layout's, or a layer that is known while tracing is not one of the pool's.
     """
+    kv = new_rows(pool, layer, k, v, slot_mapping)
+    layout, slots = pool.layout, jnp.asarray(slot_mapping, jnp.int32)
+    if native.serves(pool):
+        return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
+    rows = write_rows(layout, layer, slots // layout.block_size)
+    at = pool.data.at[rows, slots % layout.block_size, : layout.used_width]
+    return KVPool(at.set(kv, mode="drop"), layout)
+
+
+def new_rows(
+    pool: KVPool, layer: int | jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array
+) -> jax.Array:
+    """What `write_kv` of these arguments writes: f[T, lanes in use] of the pool's dtype. Raises as it does."""
     layout = pool.layout
     doors.check_pool(pool)
     doors.check_layer(layout, layer)
@@ -39,12 +52,7 @@ def write_kv(
     for name, x in parts.items():
         doors.require(dims, name, x, "TKH", float)
     flat = (slots.shape[0], layout.kv_width)
-    kv = jnp.concatenate([x.reshape(flat) for x in parts.values()], axis=1).astype(pool.data.dtype)
-    if native.serves(pool):
-        return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
-    rows = write_rows(layout, layer, slots // layout.block_size)
-    at = pool.data.at[rows, slots % layout.block_size, : layout.used_width]
-    return KVPool(at.set(kv, mode="drop"), layout)
+    return jnp.concatenate([x.reshape(flat) for x in parts.values()], axis=1).astype(pool.data.dtype)
 
 
 def copy_blocks(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:

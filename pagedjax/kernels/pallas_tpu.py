@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, row_of
-from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows
-from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel
+from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows, write_rows
+from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel, writing_decode_kernel
 from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
@@ -44,12 +44,15 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    new: jax.Array | None = None,
     tiling: Tiling | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(o f[T, N, Hv], lse f32[T, N]) of `paged_attention`.
 
     Args:
+        new: f[T, lanes in use] of the pool's dtype, keys and values of a step of decode rows that are not in the pool
+            yet: the kernel writes them where `slot_mapping` says, and the pool's array is returned, too.
         tiling: Sizes of the kernel's pieces; None takes the tuning table's, as far as they fit chip and shape.
         interpret: True or `pltpu.InterpretParams()` runs it on the CPU, for tests.
 
@@ -77,7 +80,9 @@ def attend(
     else:
         out, lse = jnp.zeros((T, N, H), pool.data.dtype), jnp.full((T, N), NEG, jnp.float32)
     if Sd:
-        parts = [_decode(q_pool, call), *_shared_prefixes(q_pool, call)]
+        state, data = _decode(q_pool, call, new)
+        # Behind the write: reading the pool as it was would make XLA keep a copy of it.
+        parts = [state, *_shared_prefixes(q_pool, replace(call, pool=KVPool(data, pool.layout)))]
         acc, m, l = xla.merge(*(jnp.stack(x, axis=1) for x in zip(*parts, strict=True)))
         rows, row_lse = xla.finalise(acc.reshape(Sd, N, H), m.reshape(Sd, N), l.reshape(Sd, N), sinks)
         first = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
@@ -86,7 +91,8 @@ def attend(
     out, lse = out[:, :heads], lse[:, :heads]
     out = jnp.where(live[:, None, None], out, 0).astype(q.dtype)
     # A sum is NEG where nothing is seen, and only there.
-    return out, jnp.where(live[:, None] & (lse != NEG), lse, -jnp.inf)
+    lse = jnp.where(live[:, None] & (lse != NEG), lse, -jnp.inf)
+    return (out, lse) if new is None else (out, lse, data)
 
 
 def _check(pool: KVPool, interpret: Any) -> None:
@@ -135,31 +141,40 @@ class _Call:
 # ---- decode ----------------------------------------------------------------------------------------------
 
 
-def _decode(q: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
-    """State of the decode rows, [Sd, K, G, …]: one entry a row, heads on a block diagonal."""
+def _decode(q: jax.Array, call: _Call, new: jax.Array | None) -> tuple[xla.State, jax.Array]:
+    """State of the decode rows, [Sd, K, G, …]: one entry a row, heads on a block diagonal; and the pool's array."""
     ragged, layout = call.ragged, call.pool.layout
     Sd, (N, H), K = ragged.decode_bucket, q.shape[1:], layout.num_kv_heads
-    work = ragged.decode_list(call.params.window)
+    skip = ragged.decode_list(call.params.window).skip
     lens = ragged.seq_lens[:Sd]
     padded = -(-N // 16) * 16
     own = jnp.arange(N)[:, None] // (N // K) == jnp.arange(K)[None, :]
     diagonal = jnp.where(own[None, :, :, None], q[:Sd, :, None, :], 0).reshape(Sd, 1, N, K * H)
     diagonal = jnp.pad(diagonal, ((0, 0), (0, 0), (0, padded - N), (0, 0)))
     shape = call.shape(0)
-    first_key = work.skip * ragged.chunk_tokens
+    first_key = skip * ragged.chunk_tokens
     if call.params.window is not None:
         first_key = jnp.maximum(first_key, lens - call.params.window)
-    outs = []
+    outs, data = [], call.pool.data
+    target = write_rows(layout, call.layer, ragged.slot_mapping[:Sd] // layout.block_size)
+    target = jnp.where(target < layout.shape[0], target, -1)
     for first, last in call.row_groups(Sd):
         count = jnp.clip(ragged.num_decodes - first, 0, last - first)
         at = slice(first, last)
         entry = (jnp.arange(last - first, dtype=jnp.int32), lens[at] - 1, lens[at], first_key[at])
-        outs.append(_decode_rows(diagonal[at], call.rows(first, last), entry, count, call, shape))
+        work = replace(call, pool=KVPool(data, layout))
+        rows = call.rows(first, last)
+        if new is None:
+            out, lse, data = _decode_rows(diagonal[at], rows, entry, count, work, shape, None)
+        else:
+            writing = (*entry, target[at])
+            out, lse, data = _decode_rows(diagonal[at], rows, writing, count, work, shape, new[at])
+        outs.append((out, lse))
     out, lse = (jnp.concatenate(parts) for parts in zip(*outs, strict=True))
     live = jnp.arange(Sd) < ragged.num_decodes
     out = jnp.where(live[:, None, None], out[:, 0, :N], 0).reshape(Sd, K, N // K, -1)
     lse = jnp.where(live[:, None], lse[:, 0, :N], NEG).reshape(Sd, K, N // K)
-    return out, lse, jnp.where(lse != NEG, 1.0, 0.0)
+    return (out, lse, jnp.where(lse != NEG, 1.0, 0.0)), data
 
 
 def _decode_rows(
@@ -169,42 +184,63 @@ def _decode_rows(
     count: jax.Array,
     call: _Call,
     shape: TpuShape,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs the decode kernel over entries (table, position, stop, first key), each i32[W].
+    new: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the decode kernel over entries (table, position, stop, first key[, pool row to write]), each i32[W].
 
     Args:
         q: f[W, 1, R, K*H].
         count: i32[], entries.
+        new: f[W, lanes in use], rows to write; None writes nothing.
 
     Returns:
-        (normalised f32[W, 1, R, Hv], lse f32[W, 1, R], NEG where nothing is seen); undefined from count on.
+        (normalised f32[W, 1, R, Hv], lse f32[W, 1, R], NEG where nothing is seen, both undefined from count on; the
+        pool's array).
     """
     W, _, R, lanes = q.shape
     H = shape.value_dim
-    chunks = _chunks(shape, *entry[1:])
+    chunks = _chunks(shape, *entry[1:4])
     work = _deal(chunks, count, shape.cores)
-    scalars = (*entry, *chunks, work.bounds, rows)
-    out, lse = pl.pallas_call(
-        functools.partial(decode_kernel, shape=shape),
+    scalars, data = (*entry, *chunks, work.bounds, rows), call.pool.data
+    kernel: Callable[..., None] = decode_kernel
+    arrays, read, written, scratch, aliases = [q, data], [], [], [], {}
+    shapes = [jax.ShapeDtypeStruct((W + work.spare, 1, R, n), jnp.float32) for n in (H, LANES)]
+    if new is not None:
+        width = data.shape[2]
+        kernel, aliases = writing_decode_kernel, {len(scalars) + 1: 2}
+        arrays.append(jnp.pad(new, ((0, 0), (0, width - new.shape[1]))).reshape(W, 1, width))
+        read = [pl.BlockSpec((None, 1, width), work.read(3))]
+        written = [pl.BlockSpec(memory_space=pl.ANY)]
+        shapes.append(jax.ShapeDtypeStruct(data.shape, data.dtype))
+        scratch = [
+            pltpu.VMEM((SUBLANES, width), data.dtype),
+            pltpu.SemaphoreType.DMA((1,)),
+            pltpu.SMEM((1,), jnp.int32),
+        ]
+    out, lse, *pool = pl.pallas_call(
+        functools.partial(kernel, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=work.grid,
             in_specs=[
                 pl.BlockSpec((None, 1, R, lanes), work.read(4)),
                 pl.BlockSpec(memory_space=pl.ANY),
+                *read,
             ],
             out_specs=[
                 pl.BlockSpec((None, 1, R, H), work.written(4, W)),
                 pl.BlockSpec((None, 1, R, LANES), work.written(4, W)),
+                *written,
             ],
-            scratch_shapes=_state_scratch(call, shape, 1, R),
+            scratch_shapes=[*_state_scratch(call, shape, 1, R), *scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct((W + work.spare, 1, R, n), jnp.float32) for n in (H, LANES)],
+        out_shape=shapes,
+        input_output_aliases=aliases,
         compiler_params=call.compiler_params(shape),
         interpret=call.interpret,
         name="paged_decode",
-    )(*scalars, q, call.pool.data)
-    return out[:W], lse[:W, ..., 0]
+    )(*scalars, *arrays)
+    return out[:W], lse[:W, ..., 0], pool[0] if pool else data
 
 
 @dataclass(frozen=True)

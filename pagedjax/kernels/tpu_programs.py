@@ -63,20 +63,96 @@ def _if_there(place: EntryPlace, shape: TpuShape, work: Callable[[], None]) -> N
         pl.when(place.entry < place.end)(work)
 
 
+@dataclass(frozen=True)
+class _Write:
+    """A token's new row on its way into the pool: into the chunk that is worked, and out with the 8 rows around it.
+
+    Eight rows are what a copy can name. They are in the buffer, in a block that is this row's alone.
+
+    Attributes:
+        target: i32[W] pool rows, -1 is dropped.
+        new_ref: [1, width] what is written.
+        pool_out: The pool.
+        tile: [8, width] the rows on their way.
+        sem: Of the copy.
+        under_way: Whether this core has one.
+    """
+
+    target: Any
+    new_ref: Any
+    pool_out: Any
+    tile: Any
+    sem: Any
+    under_way: Any
+
+    def begin(self, place: EntryPlace) -> None:
+        @pl.when(place.is_first)
+        def none_yet() -> None:
+            self.under_way[0] = 0
+
+    def end(self, place: EntryPlace) -> None:
+        pl.when(place.entry + 1 == place.end)(self._wait)
+
+    def _wait(self) -> None:
+        @pl.when(self.under_way[0] == 1)
+        def wait() -> None:
+            self._copy(0, 0).wait()
+            self.under_way[0] = 0
+
+    def _copy(self, row: Any, at: Any) -> Any:
+        target = self.pool_out.at[row, pl.ds(at, SUBLANES)]
+        return pltpu.make_async_copy(self.tile, target, self.sem.at[0])
+
+    def into(self, place: EntryPlace, stop: Any, shape: TpuShape, buffer: Any, start: Any) -> None:
+        """Puts the new row where the entry's last key lies in the chunk that begins at start, and sends it off."""
+        pos = stop[place.entry] - 1
+        block, of_block = (pos - start) // shape.block_size, pos % shape.block_size
+        at = pl.multiple_of(of_block // SUBLANES * SUBLANES, SUBLANES)
+        old = buffer[block, pl.ds(at, SUBLANES), :].astype(jnp.float32)
+        mine = lax.broadcasted_iota(jnp.int32, old.shape, 0) == of_block - at
+        rows = jnp.where(mine, self.new_ref[...].astype(jnp.float32), old).astype(self.tile.dtype)
+        buffer[block, pl.ds(at, SUBLANES), :] = rows
+        row = self.target[place.entry]
+
+        @pl.when(row >= 0)
+        def send() -> None:
+            self._wait()
+            self.tile[...] = rows
+            self._copy(row, at).start()
+            self.under_way[0] = 1
+
+
+def writing_decode_kernel(
+    table: Any, first_pos: Any, stop: Any, first_key: Any, target: Any, first: Any, last: Any, bounds: Any, rows: Any,
+    q_ref: Any, pool_ref: Any, new_ref: Any, o_ref: Any, lse_ref: Any, pool_out: Any, *scratch: Any, shape: TpuShape,
+) -> None:  # fmt: skip
+    """As `decode_kernel`, for rows whose last key and value are not in the pool yet: it writes them."""
+    *state, tile, sem, under_way = scratch
+    write = _Write(target, new_ref, pool_out, tile, sem, under_way)
+    scalars = (table, first_pos, stop, first_key, first, last, bounds, rows)
+    decode_kernel(*scalars, q_ref, pool_ref, o_ref, lse_ref, *state, shape=shape, write=write)
+
+
 def decode_kernel(
     table: Any, first_pos: Any, stop: Any, first_key: Any, first: Any, last: Any, bounds: Any, rows: Any,
     q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, *scratch: Any, shape: TpuShape,
+    write: _Write | None = None,
 ) -> None:  # fmt: skip
     """One token's heads, on a block diagonal, over the keys of its row."""
     entries = Entries(table, first_pos, stop, first_key, first, last, bounds, rows)
     place = _place(bounds, shape)
     _, _, _, m_ref, l_ref, acc_ref = scratch
+    patch = None if write is None else functools.partial(write.into, place, stop, shape)
 
     def work() -> None:
         m_ref[...] = jnp.full_like(m_ref, NEG)
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        _walk(entries, place, lambda part: q_ref[part], pool_ref, scratch, shape)
+        if write is not None:
+            write.begin(place)
+        _walk(entries, place, lambda part: q_ref[part], pool_ref, scratch, shape, patch)
+        if write is not None:
+            write.end(place)
         m, l, acc = m_ref[0], jnp.sum(l_ref[0], axis=1, keepdims=True), acc_ref[0]
         R, H = o_ref.shape[1:]
         row = lax.broadcasted_iota(jnp.int32, (R, H), 0) // shape.heads_per_kv
@@ -257,11 +333,13 @@ def _walk(
     pool_ref: Any,
     scratch: Any,
     shape: TpuShape,
+    patch: Callable[[Any, Any], None] | None = None,
 ) -> None:
     """Works the chunks of this program's entry, fetching one ahead, the core's next entry's first at the end.
 
     Args:
         queries_of: Number of a part → its rows of queries.
+        patch: Told the last chunk's buffer and first position when it has come, before it is worked.
     """
     buffers, sems, slot_ref, m_ref, l_ref, acc_ref = scratch
     w, end = place.entry, place.end
@@ -327,11 +405,14 @@ def _walk(
         copies(w, chunk, slot, "wait")
         buffer, start = buffers.at[slot], chunk * shape.chunk
         # Only chunks at either end hold keys that some query does not see: the others pay for no mask.
-        at_an_end = (start + shape.chunk - 1 > first_pos) | (start < first_key)
+        # (With a row to put in, the last chunk is one of them though it may be seen whole.)
+        at_an_end = (start + shape.chunk - (patch is None) > first_pos) | (start < first_key)
         if shape.window is not None:
             at_an_end |= start <= stop - 1 - shape.window
 
         def work(masked: bool) -> None:
+            if masked and patch is not None:
+                pl.when(chunk + 1 >= last)(lambda: patch(buffer, start))
             if masked:
                 _clear_unseen_values(buffer, start, first_pos, stop, shape)
             kv = buffer[...].reshape(shape.chunk, -1)

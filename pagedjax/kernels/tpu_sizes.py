@@ -31,6 +31,7 @@ class Tiling:
         tile_queries: Most queries of a prefill entry, a power of two of at least 16.
         chunk_bytes: Most keys and values of one chunk.
         chunk_copies: Most blocks of one chunk where `chunk_bytes` decides.
+        fused_write: Whether the kernel writes the new keys of a step of decode rows (1), or a scatter before it (0).
         left_at_most: Of what is left of a row behind its whole tiles, as much is worked as short entries.
     """
 
@@ -39,6 +40,7 @@ class Tiling:
     chunk_bytes: int | None = None
     chunk_copies: int | None = None
     left_at_most: int | None = None
+    fused_write: int | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, rule) in SIZES["pallas_tpu"].items():

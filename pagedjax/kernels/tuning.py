@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, _Rule]] = {
         "chunk_copies": _POSITIVE,
         "tile_queries": _TILE,
         "left_at_most": _POSITIVE,
+        "fused_write": (lambda value: value in (0, 1), "0 or 1"),
     },
 }
 # What says which calls a table is for, and the type of each.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.kernels import KVLayout, KVPool, RaggedBatch, doors, paged_attention, write_kv
+from pagedjax.kernels import KVLayout, KVPool, RaggedBatch, doors, write_and_attend
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.experts import ExpertMlp
 from pagedjax.models.latent import LatentProjection
@@ -326,10 +326,11 @@ def forward(
     ) -> tuple[Array, tuple[KVPool, ...]]:
         group, index = place[layer]
         batch = batches[group]
-        written = write_kv(kv[group], index, k, None if config.latent_dim else v, batch.slot_mapping)
-        mixed = paged_attention(
+        written, mixed = write_and_attend(
             q,
-            written,
+            k,
+            None if config.latent_dim else v,
+            kv[group],
             index,
             batch,
             scale=config.attention_scale,

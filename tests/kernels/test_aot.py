@@ -81,7 +81,10 @@ def test_shared_prefixes_compile_for_every_tpu(target, heads, rows):
     """One more kernel: the decode rows' own keys, and the keys of their groups."""
     geometry = aot.Geometry(*heads, 16, "bfloat16")
     report = aot.compile_attention(target, geometry, num_decodes=rows, max_groups=4)
-    assert report.in_place and report.num_kernels == 2, report
+    assert report.alias_bytes >= report.pool_bytes and report.num_kernels == 2, report
+    # States of 256 rows and four groups; on v5p, whose cores share no VMEM, in HBM (19.5 MiB), elsewhere 6 at most.
+    assert report.temp_bytes < (24 << 20 if target == "v5p" else 8 << 20), report
+    assert "scatter(" not in report.hlo  # the kernel writes the new keys
 
 
 @needs("v5p")

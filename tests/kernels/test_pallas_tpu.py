@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import KVLayout, paged_attention, pallas_tpu, plan_ragged, tpu_sizes
+from pagedjax.kernels import (
+    IMPLEMENTATIONS,
+    KVLayout,
+    Tuning,
+    paged_attention,
+    pallas_tpu,
+    plan_ragged,
+    tpu_sizes,
+    write_and_attend,
+)
 
 TILING = pallas_tpu.Tiling(chunk_tokens=32, tile_queries=32)
 
@@ -75,6 +85,47 @@ def test_groups_merge_on_the_tpu_path_too(build, oracle):
     assert int(step.ragged.decode_list(None).num_groups) == 1
     out = run(step, True)
     np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
+
+
+@pytest.mark.parametrize("case", ["two cores", "parts of blocks", "groups", "layer outside"])
+def test_the_kernel_writes_the_new_keys_of_decode_rows(build, interpreted, monkeypatch, case):
+    """Beside a scatter before it: the pool's every bit, what stood around the new rows included, and the outputs."""
+    chip = TWO_CORES if case == "two cores" else tpu_sizes.TpuChip(128 << 20, 1 << 20)
+    monkeypatch.setattr(pallas_tpu, "chip", lambda interpret: chip)
+    monkeypatch.setitem(IMPLEMENTATIONS, "pallas_tpu", interpreted["pallas_tpu"])
+    lens = [65, 66, 0, 97, 33] if case == "groups" else [32, 33, 0, 1, 40]
+    share = [(range(2), 64)] if case == "groups" else 0
+    dtype = "bfloat16" if case == "two cores" else "float32"
+    step = build(
+        [1] * 5, lens, heads=(4, 2), head_dim=32, block_size=8, dtype=dtype, share=share, buckets=(7, 7, 7)
+    )
+    args = step.plan_args | dict(max_groups=2, min_group_rows=2)
+    step.ragged = plan_ragged(step.query_lens, lens, step.tables, **args)
+    layer = jnp.int32(7) if case == "layer outside" else step.layer
+    k, v = np.random.default_rng(5).standard_normal((2, 7, 2, 32)).astype(np.float32)
+    fused, apart = (
+        replace(
+            step.ragged, tuning=Tuning.parse({"sizes": [{"kernel": "pallas_tpu", "fused_write": n}]}, "test")
+        )
+        for n in (1, 0)
+    )
+
+    @jax.jit
+    def run(ragged, layer):
+        params = {name: value for name, value in step.params.items() if name != "window"}
+        q = jnp.asarray(step.q, step.pool.data.dtype)
+        return write_and_attend(q, k, v, step.pool, layer, ragged, implementation="pallas_tpu", **params)
+
+    assert "aliases=((" in str(run.trace(fused, layer).jaxpr).replace("input_output_", "")
+    (pool, out), (want_pool, want) = run(fused, layer), run(apart, layer)
+    bits = {4: np.uint32, 2: np.uint16}[pool.data.dtype.itemsize]
+    np.testing.assert_array_equal(np.asarray(pool.data).view(bits), np.asarray(want_pool.data).view(bits))
+    assert (case == "layer outside") == bool(
+        (np.asarray(pool.data).view(bits) == np.asarray(step.pool.data).view(bits)).all()
+    )
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), np.asarray(want, np.float64), atol=step.tolerance[0]
+    )
 
 
 TWO_CORES = tpu_sizes.TpuChip(128 << 20, 1 << 20, num_cores=2)

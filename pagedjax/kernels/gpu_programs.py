@@ -30,8 +30,16 @@ from pagedjax.kernels.xla import NEG
 plgpu: Any = mosaic_gpu  # jax before 0.12 lacks much of it, and is refused by `gpu_rows.check`
 
 
+# Of shared memory, bytes that Mosaic takes to add up across warps, and barriers.
+RESERVED = (2 << 10) + 256
+
+
 class Products(Protocol):
     """The products of a kernel, and the shared memory that they need."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that a program may take."""
 
     @property
     def tma(self) -> bool:
@@ -83,6 +91,7 @@ def run(
     products: Products,
     programs: int,
     interpret: Any,
+    exact: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel over work entries.
 
@@ -93,6 +102,10 @@ def run(
         sinks: f32[K, 64] the first key of each row's softmax.
         rows: i32[S, M] pool rows of every table.
         programs: That the device works side by side; they walk the items.
+        exact: Normalised outputs are float32, to be joined with others.
+
+    Raises:
+        NotImplementedError: A program takes more shared memory than there is.
 
     Returns:
         (accumulator f32[W, K, G, H] of decode parts, or else normalised outputs f[T, K, G, H] where entries have
@@ -105,11 +118,16 @@ def run(
         entry = dataclasses.replace(entry, first=jnp.maximum(entry.first, start))
     shape = GpuShape(
         layout.block_size, K, H, rows.shape[1], G, tokens or 1, tokens is None,
-        params.scale, params.window, params.soft_cap, sinks is not None,
+        params.scale, params.window, params.soft_cap, sinks is not None, exact,
     )  # fmt: skip
+    if (bytes_ := shared_bytes(shape, dtype, products)) > products.shared_memory - RESERVED:
+        raise NotImplementedError(
+            f"{bytes_} bytes of shared memory: must be at most {products.shared_memory}"
+        )
     items = W * K
     f32 = jnp.float32
-    out = jax.ShapeDtypeStruct((W, K, G, H), f32) if shape.parts else jax.ShapeDtypeStruct(q.shape, dtype)
+    kind = f32 if shape.parts or exact else dtype
+    out = jax.ShapeDtypeStruct((W, K, G, H) if shape.parts else q.shape, kind)
     state = jax.ShapeDtypeStruct((W, K, shape.queries), f32)
     live = (entry.stop > 0).sum(dtype=jnp.int32)[None]
     return plgpu.kernel(
@@ -133,9 +151,8 @@ def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
     tiles = [tiled(lanes, (stages, KEYS, H), dtype) for stages in products.stages(shape)]
     # Queries, then probabilities, then the result.
     turns = [plgpu.SMEM((shape.queries, H), dtype), products.probabilities(shape, dtype)]
-    result = plgpu.SMEM(
-        (H, shape.queries) if shape.narrow else (ROWS, H), jnp.float32 if shape.parts else dtype
-    )
+    dims = (H, shape.queries) if shape.narrow else (ROWS, H)
+    result = plgpu.SMEM(dims, jnp.float32 if shape.parts or shape.exact else dtype)
     # Of a program that goes on to other items, keys and values are on their way already.
     unions = [tiles, plgpu.RefUnion(*turns, result)]
     if not shape.walks:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, join_parts, split_rows
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, num_multiprocessors, read_rows
-from pagedjax.kernels.xla import State
+from pagedjax.kernels.xla import NEG, State
 
 ROWS = 64  # of queries that a program works
 KEYS = 64  # of one key tile
@@ -69,6 +69,7 @@ class GpuShape:
     window: int | None
     soft_cap: float | None
     has_sinks: bool = False
+    exact: bool = False  # outputs stay float32, to be joined with others
 
     @property
     def narrow(self) -> bool:
@@ -146,14 +147,18 @@ def attend_rows(
     rows = read_rows(pool.layout, layer, ragged.block_tables)
     queries = q.astype(pool.data.dtype).reshape(T, K, N // K, H)
 
-    call = functools.partial(kernel, queries, pool=pool, rows=rows, params=params, programs=programs)
+    call = functools.partial(kernel, pool=pool, params=params, programs=programs)
     if ragged.tile_queries:
-        out, lse = _prefill(queries, ragged, call, sinks)
+        out, lse = _prefill(queries, ragged, functools.partial(call, rows=rows), sinks)
     else:
         out, lse = jnp.zeros((T, N, H), queries.dtype), jnp.full((T, N), -jnp.inf)
     if Sd:
-        part = _decode(queries, ragged, call, params.window, -(-programs // K))
-        acc, m, l = xla.with_groups(part, q, pool, layer, ragged, params)
+        part = _decode(queries, ragged, functools.partial(call, rows=rows), params.window, -(-programs // K))
+        shared = _groups(queries, pool, layer, ragged, params, call, -(-programs // K))
+        if shared is None:
+            acc, m, l = xla.with_groups(part, q, pool, layer, ragged, params)
+        else:
+            acc, m, l = xla.merge(*(jnp.stack(x, axis=1) for x in zip(part, *shared)))
         first, first_lse = xla.finalise(acc.reshape(Sd, N, H), m.reshape(Sd, N), l.reshape(Sd, N), sinks)
         decodes = (jnp.arange(Sd) < ragged.num_decodes)[:, None]
         out = out.at[:Sd].set(jnp.where(decodes[..., None], first.astype(out.dtype), out[:Sd]))
@@ -168,8 +173,61 @@ def _decode(q: jax.Array, ragged: RaggedBatch, call: Kernel, window: int | None,
     G = q.shape[2]
     parts = split_rows(ragged, window, spare)
     one, pos = jnp.ones_like(parts.row), ragged.seq_lens[parts.row] - 1
-    acc, m, l = call(Entry(parts.row, parts.row, one, pos, parts.first, parts.stop), None, None)
+    acc, m, l = call(q, Entry(parts.row, parts.row, one, pos, parts.first, parts.stop), None, None)
     return join_parts(parts, (acc, m[:, :, :G], l[:, :, :G]))
+
+
+def _groups(
+    q: jax.Array,
+    pool: KVPool,
+    layer: int | jax.Array,
+    ragged: RaggedBatch,
+    params: xla.Params,
+    call: Kernel,
+    busy: int,
+) -> list[State] | None:
+    """The state of the decode rows over the shared chunks of each of their groups, [Sd, K, G, …].
+
+    An entry is up to 64 rows of queries of a group's rows, over a part of its chunks: as many parts as make `busy`
+    entries. None: a program's results in float32 do not fit the chip, and XLA works the groups.
+    """
+    _, K, G, H = q.shape
+    work, chunk, size = ragged.decode_list(params.window), ragged.chunk_tokens, ROWS // G
+    count, Sd = work.group_rows.shape
+    if not count:
+        return []
+    room = -(-Sd // size)
+    parts = max(1, -(-busy // (count * room)))
+    packed = jnp.pad(jnp.minimum(work.group_rows, Sd - 1), ((0, 0), (0, room * size - Sd)))
+    nth = jnp.arange(count * parts * room, dtype=jnp.int32)
+    group, part, tile = nth // (parts * room), nth // room % parts, nth % room
+    last = work.group_chunks[group]
+    per = (last - work.group_first[group] + parts - 1) // parts
+    first = work.group_first[group] + part * per
+    num = jnp.clip((work.group_rows < Sd).sum(axis=1, dtype=jnp.int32)[group] - tile * size, 0, size)
+    live = (num > 0) & (first < last) & (group < work.num_groups)
+    stop = jnp.where(live, jnp.minimum(first + per, last) * chunk, 0)
+    # All of these keys lie before all of the queries.
+    entry = Entry(group, nth * size, num, stop - 1, first * chunk, stop)
+    order = jnp.argsort(~live, stable=True)
+    entry = Entry(*(x[order] for x in entry.arrays))
+    rows = read_rows(pool.layout, layer, ragged.block_tables[packed[:, 0]])
+    queries = q[jnp.broadcast_to(packed[:, None], (count, parts, room * size)).reshape(-1)]
+    try:
+        out, m, l = call(queries, entry, size, None, rows=rows, exact=True)
+    except NotImplementedError:
+        return None
+    place = jnp.argsort(order)
+    m, l = (x[place][:, :, : size * G].reshape(-1, K, size, G).swapaxes(1, 2) for x in (m, l))
+    shape = (count, parts, room * size, K, G)
+    seen = jnp.repeat(live, size).reshape(*shape[:3], 1, 1)
+    lse = jnp.where(seen, (m + jnp.log(l)).reshape(shape), NEG)
+    out = jnp.where(seen[..., None], out.reshape(*shape, H), 0)
+    states = (out, lse, jnp.broadcast_to(seen, shape).astype(jnp.float32))
+    return [
+        xla.of_rows(members, xla.merge(*(x[i].swapaxes(0, 1) for x in states)))
+        for i, members in enumerate(work.group_rows)
+    ]
 
 
 def _prefill(
@@ -190,7 +248,7 @@ def _prefill(
     entry = Entry(row, token, stop - first_pos, first_pos, none, jnp.where(stop > first_pos, stop, 0))
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(K, G), (1, -(-ROWS // G)))[:, :ROWS]
-    out, m, l = call(entry, size, sinks)
+    out, m, l = call(q, entry, size, sinks)
     lse = (m + jnp.log(l))[:, :, : size * G].reshape(most, K, size, G).swapaxes(1, 2)
     lse = jnp.full((T, K * G), -jnp.inf).at[tokens.reshape(-1)].set(lse.reshape(-1, K * G), mode="drop")
     return out.reshape(T, K * G, H), lse

@@ -120,7 +120,7 @@ class _Mma:
 
     def shared_bytes(self, shape: GpuShape) -> int:
         """Shared memory of one program, with the 2 KiB that Mosaic reserves to add up across warps."""
-        return gpu_programs.shared_bytes(shape, jnp.float16, self) + (2 << 10) + 256
+        return gpu_programs.shared_bytes(shape, jnp.float16, self) + gpu_programs.RESERVED
 
     def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
         if shape.narrow:

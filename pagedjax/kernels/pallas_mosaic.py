@@ -75,6 +75,7 @@ class _Wgmma:
 
     in_registers: bool = False
     tma: bool = True
+    shared_memory: int = 227 << 10
 
     def layout(self, dtype: Any) -> Any:
         return plgpu.Layout.WGMMA
@@ -84,7 +85,7 @@ class _Wgmma:
         return (3 if self.ahead(shape) else 2), 2
 
     def ahead(self, shape: GpuShape) -> bool:
-        return not shape.parts
+        return not (shape.parts or shape.exact)
 
     def tile_lanes(self, keys: int, head_dim: int) -> int:
         return next(lanes for lanes in (64, 32, 16) if head_dim % lanes == 0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from judges import choose_experts, expert_mlp
+from judges import QUICK, choose_experts, expert_mlp
 
 from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.experts import ExpertMlp, choose, tile_rows
@@ -30,10 +30,10 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_thousand_tokens_choose_as_loops_and_sorted_lists_do(name):
+def test_tokens_choose_as_loops_and_sorted_lists_do(name):
     """A third of the logits is coarse, so that equal scores are everywhere: the lower number goes first."""
     e, rng = ROUTINGS[name], np.random.default_rng(0)
-    logits = rng.standard_normal((1000, e.num_experts)).astype(np.float32)
+    logits = rng.standard_normal((300, e.num_experts)).astype(np.float32)
     logits[::3] = np.round(logits[::3])
     bias = rng.integers(-2, 3, e.num_experts) / np.float32(8) if e.choice_bias else None
     ids, weights = choose(jnp.asarray(logits), e, None if bias is None else jnp.asarray(bias))
@@ -70,11 +70,11 @@ CASES = {
 }
 
 
-def _layer(config: ModelConfig, seed: int = 0):
+def _layer(config: ModelConfig, seed: int = 0, options=QUICK):
     """(the compiled layer, its parameters) of a model of one layer."""
     params = tiny_params(replace(config, num_layers=1), seed)["layer_00"]["mlp"]
     graph, _ = nnx.split(ExpertMlp(config, jnp.dtype("float32")))
-    return jax.jit(lambda p, x, n: nnx.merge(graph, p)(x, n)), params
+    return jax.jit(lambda p, x, n: nnx.merge(graph, p)(x, n), compiler_options=options), params
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,7 +83,7 @@ def test_products_are_the_slow_ones_whoever_is_chosen(name):
     config = tiny_config(**CASES[name])
     layer, params = _layer(config)
     e, rng = config.experts, np.random.default_rng(1)
-    for tokens in (1, 24):
+    for tokens in (1, 24) if name == "gated" else (24,):
         x = rng.standard_normal((tokens, config.d_model)).astype(np.float32)
         for steer in (None, "one", "turns"):
             # Along a direction of its own every token finds the expert that is wanted for it.
@@ -107,7 +107,7 @@ def _wide(tree):
 
 def test_a_row_is_bitwise_the_same_whatever_stands_beside_it():
     config = tiny_config(experts=Experts(6, 2, 20))
-    layer, params = _layer(config)
+    layer, params = _layer(config, options=None)  # as users compile it
     rng = np.random.default_rng(2)
     x = rng.standard_normal((40, config.d_model)).astype(np.float32)
     alone = np.asarray(layer(params, jnp.asarray(x), jnp.int32(40)))
@@ -213,7 +213,7 @@ def test_the_bias_of_the_choice_stays_float32_in_bfloat16_models():
     params["choice_bias"] = np.float32([13.0, 13.01, 13.0, 13.0])
     params["router"]["weight"] = np.zeros_like(params["router"]["weight"])
     x = jnp.ones((3, config.d_model), "bfloat16")
-    want = nnx.merge(graph, params)(x)
+    layer = jax.jit(lambda p: nnx.merge(graph, p)(x), compiler_options=QUICK)
     alone = dict(params, choice_bias=np.float32([0.0, 1.0, 0.0, 0.0]))
-    np.testing.assert_array_equal(want, nnx.merge(graph, alone)(x))
-    assert want.any()
+    np.testing.assert_array_equal(layer(params), layer(alone))
+    assert layer(alone).any()

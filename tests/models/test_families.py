@@ -52,7 +52,13 @@ def _dense_logits(loaded, ids):
     return np.asarray(decoder.logits(hidden))
 
 
-@pytest.mark.parametrize("name", GOLDENS)
+# Of the families of experts two stand for all in the default suite: each costs seconds of compiling.
+SELDOM = ("mixtral", "olmoe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in SELDOM else n for n in GOLDENS]
+)
 def test_frozen_logits(tmp_path, name):
     golden = GOLDENS[name]
     loaded = _load(tmp_path, golden)

@@ -56,7 +56,23 @@ EXTEND = "                self._extend(seq, state, group, max(new, 0), copies)\n
 
 EXPERTS, PACKED = "models/test_experts.py", "models/test_dequantise.py"
 
+PRODUCTS = "kernels/test_products.py"
+
 MUTANTS = (
+    # ------------------------------------------------------------------ products with weights
+    Mutant("products: scales left out", "return (y * scale[None, :])", "return y", (PRODUCTS,)),
+    Mutant(
+        "products: many devices get the one device's op",
+        "if devices > 1:\n        return f",
+        "if devices > 99:\n        return f",
+        (PRODUCTS,),
+    ),
+    Mutant(
+        "int8: steps of half the size",
+        "initial=0.0).astype(np.float32) / np.float32(127)",
+        "initial=0.0).astype(np.float32) / np.float32(63)",
+        ("runtime/test_products.py",),
+    ),
     # ------------------------------------------------------------------ experts and packed weights
     Mutant(
         "experts: zeros of two signs",

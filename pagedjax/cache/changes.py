@@ -8,7 +8,7 @@ from typing import Any
 from pagedjax.cache.groups import Group
 from pagedjax.cache.sequence import SeqState
 
-Event = list[Any]
+Events = list[Any]  # of each event its name, then what it is about
 
 
 class Journal:
@@ -18,7 +18,7 @@ class Journal:
     comes first; where the blocks are a table's, what is said next of the table takes that event's place.
 
     Args:
-        events: Where each event goes, in order.
+        events: Where each event goes, in order: its name, then its values; a block alone is no list, which costs less.
         digests: Where the digests of contents go, in the order of the blocks that are told as filled.
         group: Number of the pool's group: behind the names of events, but for the first group.
     """
@@ -27,7 +27,7 @@ class Journal:
         "_cut", "_digests", "_drop", "_events", "_fill", "_free", "_grow", "_hit", "_leave", "_put", "_share", "_take",
     )  # fmt: skip
 
-    def __init__(self, events: list[Event], digests: list[bytes], group: int) -> None:
+    def __init__(self, events: Events, digests: list[bytes], group: int) -> None:
         self._events = events
         self._digests = digests
         names = ("take", "share", "free", "fill", "drop", "grow", "hit", "leave", "put", "cut")
@@ -37,51 +37,53 @@ class Journal:
 
     def taken(self, blocks: list[int]) -> None:
         """Handed out: each has one owner now."""
-        self._events.append([self._take, blocks[:]])
+        self._events.extend((self._take, blocks[0] if len(blocks) == 1 else blocks[:]))
 
     def shared(self, blocks: list[int]) -> None:
         """Each gained an owner."""
-        self._events.append([self._share, blocks[:]])
+        self._events.extend((self._share, blocks[:]))
 
     def freed(self, blocks: Sequence[int]) -> None:
         """Each lost an owner as often as it is listed."""
-        self._events.append([self._free, [*blocks]])
+        self._events.extend((self._free, [*blocks]))
 
     def dropped(self, blocks: list[int]) -> None:
         """Their contents are gone."""
-        self._events.append([self._drop, blocks[:]])
+        self._events.extend((self._drop, blocks[0] if len(blocks) == 1 else blocks[:]))
 
     def filled(self, blocks: list[int], digests: Sequence[bytes]) -> None:
         """Their contents are indexed now."""
-        self._events.append([self._fill, blocks[:]])
+        self._events.extend((self._fill, blocks[0] if len(blocks) == 1 else blocks[:]))
         self._digests += digests
 
     def grew(self, seq: int) -> None:
         """The blocks just taken are the end of a sequence's table."""
-        event = self._events[-1]
-        event[:] = (self._grow, seq, event[1])
+        events = self._events
+        events[-2] = self._grow
+        events.insert(-1, seq)
 
     def adopted(self, seq: int, table: list[int]) -> None:
         """A sequence has its first table: blocks that it just began to share, or whatever it found."""
         if not table:
             return
-        event = self._events[-1]
-        if event[0] == self._share and event[1] == table:
-            event[:] = (self._hit, seq, event[1])
+        events = self._events
+        if events[-2] == self._share and events[-1] == table:
+            events[-2] = self._hit
+            events.insert(-1, seq)
         else:
             self.put(seq, 0, table)
 
     def put(self, seq: int, position: int, blocks: Sequence[int]) -> None:
         """A table names these blocks from a position on; owners are told elsewhere."""
-        self._events.append([self._put, seq, position, [*blocks]])
+        self._events.extend((self._put, seq, position, [*blocks]))
 
     def cut(self, seq: int, length: int) -> None:
         """A table became shorter; owners are told elsewhere."""
-        self._events.append([self._cut, seq, length])
+        self._events.extend((self._cut, seq, length))
 
     def left(self, seq: int) -> None:
         """The blocks just freed were a sequence's table, which is gone."""
-        self._events[-1] = [self._leave, seq]
+        self._events[-2:] = (self._leave, seq)
 
 
 class Changes:
@@ -99,7 +101,7 @@ class Changes:
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[int, SeqState]) -> None:
-        self.events: list[Event] = []
+        self.events: Events = []
         self.digests: list[bytes] = []
         self._pools = [group.pool for group in groups]
         for group in groups:

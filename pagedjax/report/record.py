@@ -23,7 +23,8 @@ Frames hold what changed. `rows` are `[sequence, request, sample, start, tokens,
 without those that feed one token right behind what the sequence fed in the step before; `paused` names sequences that
 had a row then and have none now, though their request goes on. Of `step` and `quiet` the file says when they ended
 (`e`), and when they began (`t`) where that is not when the last of them had ended. `step`, `end` and `close` carry
-`events`: what happened to blocks and tables since the frame before, in order, each as a list:
+`events`: what happened to blocks and tables since the frame before, in order, one behind the other in one list; where
+blocks are named, one alone is a number:
 
 - `"take", blocks`: handed out, one owner each
 - `"share", blocks`: one owner more; `"free", blocks`: one less, as often as listed
@@ -432,7 +433,7 @@ def _trimmed(table: list[int]) -> list[int]:
     return table[:end]
 
 
-def _events(events: list[list[Any]], digests: list[bytes]) -> str:
+def _events(events: list[Any], digests: list[bytes]) -> str:
     """A frame's fields; the names of events need no escapes."""
     told = f',"events":{events!r}'.replace("'", '"').replace(", ", ",")
     return f'{told},"digests":"{",".join(map(bytes.hex, digests))}"' if digests else told

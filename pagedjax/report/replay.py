@@ -109,6 +109,21 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
     raise RecordError(f"{path}:{broken[0]}: no frame of a record ({broken[1][:120]}); was the file edited?")
 
 
+# Values of each event.
+_VALUES = {
+    "take": 1,
+    "share": 1,
+    "free": 1,
+    "fill": 1,
+    "drop": 1,
+    "grow": 2,
+    "hit": 2,
+    "leave": 1,
+    "put": 3,
+    "cut": 2,
+}
+
+
 class _Told:
     """Owners and contents of an engine's blocks, its tables and its clock, from what happened to them."""
 
@@ -126,7 +141,7 @@ class _Told:
         """Put what a reader gets in the place of what the file says.
 
         Raises:
-            ValueError, TypeError, IndexError, AttributeError, ArithmeticError: It makes no sense.
+            ValueError, TypeError, LookupError, AttributeError, ArithmeticError: It makes no sense.
         """
         if "e" in frame:
             ended, began = frame.pop("e"), frame.setdefault("t", self._ended)
@@ -140,10 +155,16 @@ class _Told:
         text = frame.pop("digests", "")
         digests = text.split(",") if text else []
         told = 0
-        for what, *values in frame.pop("events", ()):
+        events, at = frame.pop("events", []), 0
+        while at < len(events):
+            what = events[at]
             name, _, number = what.partition(" ")
-            if number and not number.isdecimal():
+            if name not in _VALUES or (number and not number.isdecimal()):
                 raise ValueError(f"{what!r} is nothing that happens to a block")
+            values = events[at + 1 : at + 1 + _VALUES[name]]
+            at += 1 + len(values)
+            if type(values[-1]) is int and name not in ("leave", "cut"):
+                values[-1] = [values[-1]]
             if name == "fill":
                 values.append(",".join(digests[told : told + len(values[0])]))
                 told += len(values[0])

@@ -317,12 +317,11 @@ def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
     first = '{"frame":"run","version":3,"block_size":4,"pool_blocks":[9,9]}\n'
     path = tmp_path / "r"
     path.write_text(
-        first
-        + '{"frame":"step","n":1,"t":1.0,"e":1.5,"events":[["grow",7,[3,4]],["fill",[3]],["take 1",[2]],'
-        '["put 1",7,0,[2]],["grow",8,[5]],["leave",8]],"digests":"ab"}\n'
+        first + '{"frame":"step","n":1,"t":1.0,"e":1.5,"events":["grow",7,[3,4],"fill",3,"take 1",2,'
+        '"put 1",7,0,[2],"grow",8,[5],"leave",8],"digests":"ab"}\n'
         + '{"frame":"quiet","n":2,"count":3,"e":2.0}\n'
-        + '{"frame":"step","n":5,"e":2.5,"events":[["hit",9,[3]],["cut",7,1],["free",[4]]]}\n'
-        + '{"frame":"step","n":6,"e":3.5,"events":[["leave",7],["leave 1",7],["drop",[3]],["grow",7,[6]]]}\n'
+        + '{"frame":"step","n":5,"e":2.5,"events":["hit",9,[3],"cut",7,1,"free",[4]]}\n'
+        + '{"frame":"step","n":6,"e":3.5,"events":["leave",7,"leave 1",7,"drop",3,"grow",7,6]}\n'
     )
     step, quiet, hit, last = list(read_record(path))[1:]
     assert (step["t"], step["s"]) == (1.0, 0.5) and (quiet["t"], quiet["s"]) == (1.5, 0.5) and hit["t"] == 2.0
@@ -332,13 +331,17 @@ def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
     assert last["tables"] == [[7, 0, 0, [6]], [7, 1, 0, [0]]] and [0, 3, 1, None] in last["blocks"]
     assert replay(read_record(path)).tables == {7: [[6], []], 9: [[3], []]}
     for broken in (
-        '"e":2.0,"events":[["leave",9],["melt",[3]]]',
-        '"e":2.0,"events":[["take x",[3]]]',
-        '"e":2.0,"events":[["fill",[3,4]]],"digests":"ab"',
-        '"e":2.0,"events":[["fill",[3]]],"digests":"ab,cd"',
-        '"e":2.0,"events":[["put",1,2,[3]]]',
-        '"e":2.0,"events":[["cut",1,5]]',
-        '"e":2.0,"events":[["free",[3]]]',
+        '"e":2.0,"events":["leave",9,"melt",[3]]',
+        '"e":2.0,"events":["take x",[3]]',
+        '"e":2.0,"events":["fill",[3,4]],"digests":"ab"',
+        '"e":2.0,"events":["fill",3],"digests":"ab,cd"',
+        '"e":2.0,"events":["put",1,2,[3]]',
+        '"e":2.0,"events":["cut",1,5]',
+        '"e":2.0,"events":["free",[3]]',
+        '"e":2.0,"events":["take"]',
+        '"e":2.0,"events":["grow",[3]]',
+        '"e":2.0,"events":[3]',
+        '"e":2.0,"events":{"take":3}',
         '"e":1e999,"t":0.0',
         '"t":1e300,"e":0.0',
         '"e":2.0',
@@ -356,7 +359,7 @@ def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
         assert "when it began" not in str(error.value)
 
 
-LATE = '"version":3,"block_size":1,"pool_blocks":[2]}\n{"frame":"step","events":[["%s",[1]]]}\n{"frame":"x"'
+LATE = '"version":3,"block_size":1,"pool_blocks":[2]}\n{"frame":"step","events":["%s",[1]]}\n{"frame":"x"'
 
 
 def test_what_a_message_quotes_of_a_record_is_short(tmp_path):

@@ -86,7 +86,7 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
             except (
                 ValueError,
                 TypeError,
-                IndexError,
+                LookupError,
                 AttributeError,
                 ArithmeticError,
                 RecursionError,

@@ -23,6 +23,7 @@ from pagedjax.cache.rules import check_block_size, require
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8_e4m3")
 PREFIX_GROUPS = ("auto", "on", "off")
 PRODUCTS = ("auto", "xla", "native")
 ADMISSIONS = ("chunk", "whole")
@@ -82,7 +83,8 @@ class CacheConfig:
         hash: Block hash: "sha256"; "sha256_cbor" names blocks as vLLM's scheme of that name does (for outside
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
-        dtype: KV in the pool; "" follows the model's dtype, and is float32 beside int8 weights.
+        dtype: KV in the pool; "" follows the model's dtype, and is float32 beside int8 weights. int8 and fp8_e4m3 keep
+            a scale for each token and head (docs/kernels.md, "Eight bits").
         verify_tokens: Compare tokens, not digests alone, before a block is shared; an index that cannot is refused.
         dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
             index does by nature, with where it excludes twins (radix), else without.
@@ -131,8 +133,8 @@ class CacheConfig:
             f"cache.memory_bytes={self.memory_bytes}: must be positive; try 512MiB",
         )
         require(
-            self.dtype in ("", *DTYPES),
-            f"cache.dtype={self.dtype}: must be one of {', '.join(DTYPES)}, or empty to follow the model",
+            self.dtype in ("", *KV_DTYPES),
+            f"cache.dtype={self.dtype}: must be one of {', '.join(KV_DTYPES)}, or empty to follow the model",
         )
         require(
             self.hash in HASHES, f"cache.hash={self.hash}: must be one of {', '.join(HASHES)}; try sha256"

@@ -317,7 +317,7 @@ class DenseLoop:
         config = llm.model_config
         self.params = llm.runner.params
         shape = (batch, config.num_kv_heads, length, config.head_dim)
-        dtype = llm.runner.layout.dtype
+        dtype = llm.runner.dtype if llm.runner.layout.quantised else llm.runner.layout.dtype
         self.cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
         weights = jax.tree.leaves(self.params)[0].dtype
         graphdef = make_decoder(config, weights, products=llm.runner.products)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pagedjax.kernels import doors, native
 from pagedjax.kernels.layout import KVPool, read_rows, write_rows
+from pagedjax.kernels.quant import quantise
 
 
 def write_kv(
@@ -17,7 +18,7 @@ def write_kv(
     Args:
         pool: Donate it to the enclosing jit, and use only the returned one.
         layer: 0 to L-1, Python int or i32[]; a traced one outside writes nothing.
-        k: f[T, K, H], cast to the pool's dtype.
+        k: f[T, K, H], cast or quantised to the pool's dtype.
         v: f[T, K, H]; None where the pool's values lie in its keys.
         slot_mapping: i32[T], block id * B + offset. Slots outside [0, P*B) are dropped: padding is -1.
 
@@ -52,6 +53,9 @@ def new_rows(
     for name, x in parts.items():
         doors.require(dims, name, x, "TKH", float)
     flat = (slots.shape[0], layout.kv_width)
+    if layout.quantised:
+        codes, scales = zip(*(quantise(x, layout.dtype) for x in parts.values()))
+        return jnp.concatenate([x.reshape(slots.shape[0], -1) for x in (*codes, *scales)], axis=1)
     return jnp.concatenate([x.reshape(flat) for x in parts.values()], axis=1).astype(pool.data.dtype)
 
 
@@ -90,7 +94,7 @@ def scatter_blocks(pool: KVPool, ids: jax.Array, blocks: jax.Array) -> KVPool:
     ids = doors.known_ids("ids", ids)
     layout = pool.layout
     dims = doors.dimensions(L=layout.num_layers, C=ids.shape[0], B=layout.block_size, W=layout.width)
-    doors.require(dims, "blocks", blocks, "LCBW", float)
+    doors.require(dims, "blocks", blocks, "LCBW", layout.storage if layout.quantised else float)
     layers = jnp.arange(layout.num_layers, dtype=jnp.int32)[:, None]
     rows = write_rows(layout, layers, ids[None, :])
     return KVPool(pool.data.at[rows].set(blocks.astype(pool.data.dtype), mode="drop"), layout)

@@ -53,7 +53,7 @@ def check_pool(pool: KVPool) -> None:
     """Raises ValueError where the array is not what its layout says: rows behind its end would be read or written."""
     layout = pool.layout
     rows, block_size, width = layout.shape
-    require(dimensions(R=rows, B=block_size, W=width), "pool.data", pool.data, "RBW", layout.dtype)
+    require(dimensions(R=rows, B=block_size, W=width), "pool.data", pool.data, "RBW", layout.storage)
 
 
 def check_layer(layout: KVLayout, layer: Any) -> None:

@@ -14,11 +14,18 @@ key's first lanes, `value_dim` of them:
 
     data[l*P + b, offset] = | latent                  | rotated | padding |
                             0               value_dim           H         ceil128(H)
+
+A quantised pool is an array of bytes: behind the codes of keys and values lie their float32 scales, one for each head
+of keys, then one for each head of values (`quant`):
+
+    data[l*P + b, offset] = | k_0 | … | v_{K-1} | scale of k_0 | … | scale of v_{K-1} | padding |
+                            0                 2*K*H                          2*K*(H + 4)
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +34,11 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.cache.rules import check_block_size
+from pagedjax.kernels.quant import QUANTISED, SCALE_BYTES
 from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
 LANES = 128
-POOL_DTYPES = ("float32", "bfloat16", "float16")
+POOL_DTYPES = ("float32", "bfloat16", "float16", *QUANTISED)
 MOST_LANES = 256  # of one head's key or value
 MOST_LATENT_LANES = 1024  # of a key that holds its value
 _INT32 = 2**31
@@ -46,7 +54,8 @@ class KVLayout:
         block_size: B, tokens per block; a power of two between 1 and 1024.
         num_kv_heads: K.
         head_dim: H, lanes of one head's key: 1 to 256, or to 1024 where it holds the value.
-        dtype: "float32", "bfloat16" or "float16" (a dtype object is accepted and becomes its name).
+        dtype: "float32", "bfloat16" or "float16" (a dtype object is accepted and becomes its name); "int8" or
+            "fp8_e4m3" with a scale for each token and head.
         latent_dim: 0: a value of H lanes lies behind the keys. Above 0: nothing does, and the value is the first so
             many lanes of the key, of which there is one a token (K = 1).
 
@@ -63,7 +72,8 @@ class KVLayout:
     latent_dim: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        if self.dtype not in QUANTISED:
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         for name in ("num_layers", "num_blocks", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -78,6 +88,10 @@ class KVLayout:
             )
         if self.dtype not in POOL_DTYPES:
             raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(POOL_DTYPES)}")
+        if self.quantised and self.latent_dim:
+            raise ValueError(
+                f"dtype={self.dtype}: keys that hold their values are not quantised; use float32, bfloat16 or float16"
+            )
         if self.num_blocks * max(self.num_layers, self.block_size) >= _INT32 - 1:
             raise ValueError(
                 f"num_blocks={self.num_blocks}: slots and rows must fit int32 with {self.num_layers} layers "
@@ -91,8 +105,19 @@ class KVLayout:
 
     @property
     def used_width(self) -> int:
-        """Lanes of one token that hold something: 2*K*H, or H where the value lies in the key."""
-        return self.kv_width if self.latent_dim else 2 * self.kv_width
+        """Lanes of one token that hold something: 2*K*H, or H where the value lies in the key; scales with them."""
+        scales = 2 * self.num_kv_heads * SCALE_BYTES if self.quantised else 0
+        return self.kv_width if self.latent_dim else 2 * self.kv_width + scales
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys and values are codes with scales."""
+        return self.dtype in QUANTISED
+
+    @property
+    def storage(self) -> str:
+        """The dtype of the array."""
+        return "int8" if self.quantised else self.dtype
 
     @property
     def kv_width(self) -> int:
@@ -116,7 +141,7 @@ class KVLayout:
     @property
     def num_bytes(self) -> int:
         rows, block_size, width = self.shape
-        return rows * block_size * width * jnp.dtype(self.dtype).itemsize
+        return rows * block_size * width * jnp.dtype(self.storage).itemsize
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])
@@ -134,8 +159,13 @@ class KVPool:
 
 
 def make_pool(layout: KVLayout, fill: float = 0.0) -> KVPool:
-    """A fresh pool; tests fill it with NaN to show that unwritten slots are never read."""
-    return KVPool(jnp.full(layout.shape, fill, layout.dtype), layout)
+    """A fresh pool; tests fill it with NaN to show that unwritten slots are never read (a scale of all bits is one)."""
+    return KVPool(jnp.full(layout.shape, stored_fill(layout, fill), layout.storage), layout)
+
+
+def stored_fill(layout: KVLayout, fill: float) -> float:
+    """What an array holds in every place where all keys and values shall be `fill`, 0 or NaN."""
+    return -1 if layout.quantised and math.isnan(fill) else fill
 
 
 @functools.partial(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
+from pagedjax.kernels.quant import SCALE_BYTES, dequantise
 
 # Finite, so that a chunk without a visible key gives exp(0), not NaN; real scores stay far above it.
 NEG = -1e30
@@ -161,7 +162,7 @@ def _gather(
     num_keys: int,
     values: bool = False,
 ) -> jax.Array:
-    """Keys, or values, of num_keys positions from start on: [I, K, num_keys, H or Hv] in pool dtype.
+    """Keys, or values, of num_keys positions from start on: [I, K, num_keys, H or Hv], float32 of a quantised pool.
 
     One gather reads (block, head) windows and lays them out by head, so that no transpose follows.
 
@@ -180,18 +181,28 @@ def _gather(
     # Entry by entry: to take the row first would copy all of it, however wide the table is.
     ids = tables.at[row[:, None], jnp.minimum(pos // B, M - 1)].get(mode="promise_in_bounds")
     rows = read_rows(layout, layer, ids)
-    lanes = first + jnp.arange(K, dtype=jnp.int32) * H
     shape = (I, K, num_keys // unit)
-    index = [rows[:, None, :], (pos % B)[:, None, :], lanes[None, :, None]]
-    windows = lax.gather(
-        pool.data,
-        # The barrier stands for an array: folded into the gather, the indices are computed per element.
-        lax.optimization_barrier(jnp.stack([jnp.broadcast_to(x, shape) for x in index], axis=-1)),
-        lax.GatherDimensionNumbers(offset_dims=(3, 4), collapsed_slice_dims=(0,), start_index_map=(0, 1, 2)),
-        slice_sizes=(1, unit, H),
-        mode="promise_in_bounds",
-    )
-    return windows.reshape(I, K, num_keys, H)
+
+    def lanes(first: int, width: int) -> jax.Array:
+        """So many lanes of each head, from `first` on side by side: [I, K, num_keys, width]."""
+        index = [rows[:, None, :], (pos % B)[:, None, :]]
+        index.append((first + jnp.arange(K, dtype=jnp.int32) * width)[None, :, None])
+        windows = lax.gather(
+            pool.data,
+            # The barrier stands for an array: folded into the gather, the indices are computed per element.
+            lax.optimization_barrier(jnp.stack([jnp.broadcast_to(x, shape) for x in index], axis=-1)),
+            lax.GatherDimensionNumbers(
+                offset_dims=(3, 4), collapsed_slice_dims=(0,), start_index_map=(0, 1, 2)
+            ),
+            slice_sizes=(1, unit, width),
+            mode="promise_in_bounds",
+        )
+        return windows.reshape(I, K, num_keys, width)
+
+    if not layout.quantised:
+        return lanes(first, H)
+    scales = 2 * layout.kv_width + (K * SCALE_BYTES if values else 0)
+    return dequantise(lanes(first, H), lanes(scales, SCALE_BYTES), layout.dtype)
 
 
 def _values(

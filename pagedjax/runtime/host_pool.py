@@ -33,7 +33,7 @@ class HostPool:
 
     def __init__(self, layout: KVLayout, num_blocks: int, devices: int = 1) -> None:
         shape = (num_blocks, layout.num_layers, layout.block_size, devices * layout.width)
-        self.data = np.empty(shape, jax.numpy.dtype(layout.dtype))
+        self.data = np.empty(shape, jax.numpy.dtype(layout.storage))
 
     @property
     def block_bytes(self) -> int:
@@ -116,7 +116,7 @@ class BlockCopies:
         """Blocks of all layers on the host: i32[C] → [C, L, B, devices here * width]."""
         layout = pool.layout
         shape = (len(ids), layout.num_layers, layout.block_size, self._place.num_here * layout.width)
-        out = np.empty(shape, jax.numpy.dtype(layout.dtype))
+        out = np.empty(shape, jax.numpy.dtype(layout.storage))
         for part, padded in _slices(ids, (_FEW, _MANY)):
             blocks = self._place.own_blocks(self._call(self._gather, pool, padded))
             out[part] = blocks.transpose(1, 0, 2, 3)[: len(out[part])]

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool
+from pagedjax.kernels.layout import stored_fill
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.dealing import Parts
 from pagedjax.models.sharding import AXIS, Cut, rule_of
@@ -154,7 +155,7 @@ class OneDevice:
         return make_pool(layout, fill)
 
     def pool_shape(self, layout: KVLayout) -> KVPool:
-        return KVPool(jax.ShapeDtypeStruct(layout.shape, layout.dtype), layout)  # type: ignore[arg-type]
+        return KVPool(jax.ShapeDtypeStruct(layout.shape, layout.storage), layout)  # type: ignore[arg-type]
 
     def program(
         self, fn: Callable[..., Any], args: Sequence[str], results: Any, donate: tuple[int, ...] = ()
@@ -223,13 +224,15 @@ class DeviceMesh:
     def make_pool(self, layout: KVLayout, fill: float = 0.0) -> KVPool:
         rows, size, width = layout.shape
         shape = (rows, size, width * self.devices)
-        data = jnp.full(shape, fill, layout.dtype, device=self.sharding(_SPECS["pool"]))
+        data = jnp.full(
+            shape, stored_fill(layout, fill), layout.storage, device=self.sharding(_SPECS["pool"])
+        )
         return KVPool(data, layout)
 
     def pool_shape(self, layout: KVLayout) -> KVPool:
         rows, size, width = layout.shape
         where = self.sharding(_SPECS["pool"])
-        data = jax.ShapeDtypeStruct((rows, size, width * self.devices), layout.dtype, sharding=where)
+        data = jax.ShapeDtypeStruct((rows, size, width * self.devices), layout.storage, sharding=where)
         return KVPool(data, layout)  # type: ignore[arg-type]
 
     def program(

@@ -60,7 +60,7 @@ def test_layout_rounds_up_to_lanes_and_counts_bytes():
         ({"block_size": 24}, "block_size=24: must be a power of two between 1 and 1024; try 16 or 32"),
         ({"head_dim": 300}, "head_dim=300: must be between 1 and 256"),
         ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
-        ({"dtype": "int8"}, "dtype=int8: must be one of"),
+        ({"dtype": "int16"}, "dtype=int16: must be one of"),
         ({"num_blocks": 2**30}, "slots and rows must fit int32"),
     ],
 )

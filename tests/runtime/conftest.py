@@ -18,6 +18,7 @@ from pagedjax.cache import CopyPlan, KVGroup, PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.kernels import KVPool, make_pool
+from pagedjax.kernels.layout import stored_fill
 from pagedjax.models.decoder import pool_layout
 from pagedjax.runtime import Buckets, JaxRunner
 from pagedjax.testing import tiny_config, tiny_params
@@ -103,7 +104,7 @@ def _poison(pool: KVPool, group: dict[str, Any]) -> KVPool:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _poisoned(pool: KVPool, rows: Any) -> KVPool:
-    return KVPool(jnp.where(rows[:, None, None], jnp.nan, pool.data), pool.layout)
+    return KVPool(jnp.where(rows[:, None, None], stored_fill(pool.layout, np.nan), pool.data), pool.layout)
 
 
 @pytest.fixture(scope="session")
@@ -175,7 +176,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         runner.poison = poison
         runner.pools = tuple(make_pool(layout, np.nan) for layout in runner.layouts)
         for host in runner.copies.hosts:
-            host.data[:] = np.nan
+            host.data[:] = stored_fill(runner.layout, np.nan)
         if shuffle is not None:
             _shuffle_blank_blocks(manager, shuffle)
         limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens, preemption=preemption)

@@ -181,7 +181,8 @@ def write_and_attend(
     """
     first = _order(implementation)[0]
     sizes = ragged.sizes("pallas_tpu", pool.layout, q.shape[1]) if np.ndim(q) == 3 else {}
-    alone = ragged.decode_bucket == ragged.num_tokens_bucket
+    # Rows apart may be one sequence's, and read one another's keys: all are written first.
+    alone = ragged.decode_bucket == ragged.num_tokens_bucket and not ragged.apart
     if first == "pallas_tpu" and alone and sizes.get("fused_write") and not params.get("return_lse"):
         try:
             return _fused(q, k, v, pool, layer, ragged, **params)

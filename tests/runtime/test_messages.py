@@ -155,8 +155,9 @@ def test_a_follower_answers_with_what_its_devices_hold(gone):
     ],
 )
 def test_a_follower_that_fails_ends_the_others_after_itself(gone, message, error):
-    first, second = pair()
-    first.tell(message)
+    _first, second = pair()
+    for one in (message, ("stop",)):  # where it goes on, it comes to an end
+        second._inbox.put(one)
     with pytest.raises((ValueError, RuntimeError), match=error):
         follow(FakeRunner(), second, "own", lambda source: SimpleNamespace(params="read", sample="own"))
     assert gone.get(timeout=10) == (0, 1)

@@ -144,7 +144,7 @@ void Rows(const Problem<W>& p, int64_t row, int64_t begin, int64_t end) {
   }
   for (int64_t from = 0; from < p.stride; from += pass) {
     const int64_t to = std::min(from + pass, p.stride);
-    for (int64_t i = 0; i < tiles; ++i) Tile<W, M, R>(p, row, begin + i * R, from, to, carry + i * M * R);
+    for (int64_t i = 0; i < tiles; ++i) Tile<W, M, R>(p, row, begin + i * R, from, to, one ? nullptr : carry + i * M * R);
   }
   for (int64_t out = begin + tiles * R; out < end; ++out) Tile<W, M, 1>(p, row, out, 0, p.stride, nullptr);
 }

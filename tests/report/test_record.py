@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pagedjax.cache import PagedManager
+from pagedjax.cache import KVGroup, PagedManager, TokenChain
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine, SamplingParams, StepResult
 from pagedjax.models.family_configs import read_shape
@@ -62,6 +62,7 @@ def _state(manager):
         {"dedup": True},
         {"host_blocks": 16, "preemption": "swap"},
         {"policy": "s3fifo"},
+        {"groups": (KVGroup(13), KVGroup(13, window=6))},
     ],
     ids=str,
 )
@@ -360,6 +361,22 @@ def test_version_3_gives_the_blocks_and_tables_that_its_events_leave(tmp_path):
 
 
 LATE = '"version":3,"block_size":1,"pool_blocks":[2]}\n{"frame":"step","events":["%s",[1]]}\n{"frame":"x"'
+
+
+def test_a_table_that_is_cut_is_told(tmp_path):
+    """No engine cuts tables: the manager's own journal, as a frame holds it."""
+    manager = PagedManager(num_blocks=9, block_size=4)
+    changes = manager.watch()
+    manager.begin(3, TokenChain(range(10), block_size=4))
+    assert manager.reserve(3, 10)
+    manager.commit(3, 10, 0.0)
+    manager.truncate(3, 5)
+    digests = ",".join(map(bytes.hex, changes.digests))
+    first = {"frame": "run", "version": 3, "block_size": 4, "pool_blocks": [9]}
+    frame = {"frame": "close", "events": changes.events, "digests": digests}
+    (tmp_path / "r").write_text(json.dumps(first) + "\n" + json.dumps(frame) + "\n")
+    got, want = replay(read_record(tmp_path / "r")).snapshot(), _state(manager)
+    assert got == want and len(want["tables"][3][0]) == 2
 
 
 def test_what_a_message_quotes_of_a_record_is_short(tmp_path):

@@ -226,7 +226,7 @@ class _Reader:
         self.replay.apply(frame)
 
     def _entry(self, first: int, count: int, start: float, seconds: float, rows: int, tokens: int) -> None:
-        self.steps.append([first, count, start, seconds, rows, tokens])
+        self.steps.append([first + 0, count + 0, start, seconds, rows, tokens])  # refuses what is no number
         self.blocks.append([])
         self.tables.append([])
         self.gone.append([])

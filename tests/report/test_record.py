@@ -226,6 +226,8 @@ def test_a_file_that_is_no_record_is_refused_by_line(tmp_path, change, said):
         {"frame": "add", "id": [], "t": 0.0, "prompt": 1, "max_new": 1, "n": 1},
         {"frame": "add", "id": "a", "t": None, "prompt": 1, "max_new": 1, "n": 1},
         {"frame": "step", "n": 0, "t": "x", "s": 1.0},
+        {"frame": "step", "n": [], "t": 0.0, "s": 1.0},
+        {"frame": "quiet", "n": 0, "count": [2], "t": 0.0, "s": 1.0},
         {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": [[9, "nobody", 0, 0, 1, 1]]},
         {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "rows": 3},
         {"frame": "step", "n": 0, "t": 0.0, "s": 1.0, "blocks": [[5, 1, 1]]},

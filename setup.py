@@ -11,7 +11,14 @@ setup(
     packages=[*find_packages(include=["pagedjax*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "pagedjax": ["kernels/native.cc", "kernels/*.h", "py.typed", "report/web/*", "explore/web/*"],
+        "pagedjax": [
+            "kernels/native.cc",
+            "kernels/*.h",
+            "kernels/tuning.toml",
+            "py.typed",
+            "report/web/*",
+            "explore/web/*",
+        ],
         "pagedjax.shipped.configs": ["**/*.toml", "**/*.json"],
     },
 )

@@ -262,6 +262,10 @@ def test_toml_is_what_it_says(block, tmp_path):
         axes = {resolve(measure, key): values for key, values in read["grid"].items()}
         assert all(isinstance(values, list) for values in axes.values())
         read_settings({resolve(measure, key): value for key, value in read["set"].items()})
+    elif "sizes" in tables:
+        from pagedjax.kernels.tuning import Tuning
+
+        assert Tuning.parse(tables, "own.toml")
     else:
         from pagedjax.config import load_config
 

@@ -224,6 +224,14 @@ def _family(name, **changes):
         base = base | dict(sliding_window=8)
     if name == "gemma3_text":
         base.pop("rope_theta")
+    if name.startswith(
+        "deepseek"
+    ):  # every head has keys of its own, whose rotated lanes are as many as elsewhere
+        base = {key: value for key, value in base.items() if key not in ("head_dim", "num_key_value_heads")}
+        base = base | dict(
+            qk_rope_head_dim=16, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=None
+        )
+        base["num_experts_per_tok"] = 2  # null in the files of V2
     return base | dict(model_type=name) | changes
 
 

@@ -241,7 +241,7 @@ def test_tokens_are_those_of_one_device_in_many_combinations(runners, part, tmp_
 def test_on_one_device_the_program_is_that_of_a_plain_jit(runners):
     runner = runners("untied", 1)
     assert isinstance(runner.place, OneDevice)
-    graphdef = make_decoder(runner.model)
+    graphdef = make_decoder(runner.model, products=runner.products)
 
     def step(params, pools, batch):
         hidden, pool = forward(graphdef, params, batch.tokens, batch.positions, pools[0], batch.ragged[0])

@@ -127,7 +127,7 @@ def test_every_curve_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["curve", path, "--plot", str(tmp_path / "p.jpeg")]) == 2
     assert "p.jpeg: must end in .png, .svg, .pdf" in capsys.readouterr().err
     assert main(["curve", path, "--plot", str(tmp_path / "none" / "p.png")]) == 2
-    assert "no such folder as" in capsys.readouterr().err
+    assert "does not exist; make it first" in capsys.readouterr().err
 
 
 def test_requests_in_flight_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,9 +324,9 @@ def compile_step(
             )
     pool = layout(max(2, pool_bytes // place.layout(layout(1)).num_bytes))
     # The runner that would serve; of shapes, so that it allocates nothing.
-    runner = JaxRunner(
-        model, params, layout(1), SchedulerConfig(max_num_seqs=batch), max_model_len=context, place=place
-    )
+    limits = SchedulerConfig(max_num_seqs=batch)
+    # Products in C++ are for the CPU that compiles.
+    runner = JaxRunner(model, params, layout(1), limits, max_model_len=context, place=place, products="xla")
     args = runner.step_args(Bucket(batch, 0, batch, batch), pool)
     chip_bytes = place.layout(pool).num_bytes
     compiled = aot.compile(

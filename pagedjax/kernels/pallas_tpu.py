@@ -149,8 +149,14 @@ def _decode(q: jax.Array, call: _Call, new: jax.Array | None) -> tuple[xla.State
     lens = ragged.seq_lens[:Sd]
     padded = -(-N // 16) * 16
     own = jnp.arange(N)[:, None] // (N // K) == jnp.arange(K)[None, :]
-    diagonal = jnp.where(own[None, :, :, None], q[:Sd, :, None, :], 0).reshape(Sd, 1, N, K * H)
-    diagonal = jnp.pad(diagonal, ((0, 0), (0, 0), (0, padded - N), (0, 0)))
+
+    def diagonal(at: slice) -> jax.Array:
+        """Of some rows: of all at once it would stay in memory while the groups of rows are worked one by one."""
+        heads = jnp.where(own[None, :, :, None], q[at, :, None, :], 0).reshape(
+            at.stop - at.start, 1, N, K * H
+        )
+        return jnp.pad(heads, ((0, 0), (0, 0), (0, padded - N), (0, 0)))
+
     shape = call.shape(0)
     first_key = skip * ragged.chunk_tokens
     if call.params.window is not None:
@@ -165,10 +171,10 @@ def _decode(q: jax.Array, call: _Call, new: jax.Array | None) -> tuple[xla.State
         work = replace(call, pool=KVPool(data, layout))
         rows = call.rows(first, last)
         if new is None:
-            out, lse, data = _decode_rows(diagonal[at], rows, entry, count, work, shape, None)
+            out, lse, data = _decode_rows(diagonal(at), rows, entry, count, work, shape, None)
         else:
             writing = (*entry, target[at])
-            out, lse, data = _decode_rows(diagonal[at], rows, writing, count, work, shape, new[at])
+            out, lse, data = _decode_rows(diagonal(at), rows, writing, count, work, shape, new[at])
         outs.append((out, lse))
     out, lse = (jnp.concatenate(parts) for parts in zip(*outs, strict=True))
     live = jnp.arange(Sd) < ragged.num_decodes

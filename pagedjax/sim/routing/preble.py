@@ -82,7 +82,8 @@ class Preble(Router):
         if token_s is None:
             token_s = self._token_s[worker.number] = worker.prefill_s(_SAMPLE_TOKENS, 0) / _SAMPLE_TOKENS
         uses = self._uses.get(worker.number, Counter())
-        lost = sum(uses[digest] for digest in view.knowledge.oldest(worker.number, over))
+        # Millions of digests in an hour: looked up without a step of Python each.
+        lost = sum(filter(None, map(uses.get, view.knowledge.oldest(worker.number, over))))
         return lost * worker.block_size * token_s
 
     # ------------------------------------------------------------- the choice

@@ -119,6 +119,20 @@ def mscale_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def size_under(r: Reader, names: tuple[str, ...], default: int | None = None) -> int:
+    """A size under any of its names: transformers maps the later ones onto the first."""
+    given = [name for name in names if r.get(name) is not None] or [names[0]]
+    for other in given[1:]:
+        one_value(r.where, given[0], r.get(given[0]), other, r.get(other))
+    return r.whole(given[0], default)
+
+
+def no_bias(r: Reader) -> None:
+    """Refuse biases of attention in a family that has none."""
+    if r.flag("attention_bias", False):
+        r.fail("attention_bias", "this family has none")
+
+
 def one_value(where: str, first: str, a: Any, second: str, b: Any) -> Any:
     """What two places agree on; where only one speaks, what it says."""
     if a is not None and b is not None and a != b:
@@ -232,5 +246,6 @@ def common_fields(
 
 
 def rotary_fields(r: Reader, base: float = 10000.0) -> dict[str, Any]:
+    """What `rope` read, as the fields of a config."""
     theta, scaling = rope(r, base)
     return dict(rope_theta=theta, rope_scaling=scaling)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from pagedjax.models.config import ModelError
+from pagedjax.models.config_keys import check_keys
 from pagedjax.models.formats import SafetensorsFiles, TensorInfo
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -43,6 +44,7 @@ def unpack(file: SafetensorsFiles, facts: Mapping[str, Any]) -> SafetensorsFiles
     stems = [name.removesuffix(kind.mark) for name in file.tensors if name.endswith(kind.mark)]
     if not stems:
         return file
+    check_keys(facts, kind.keys, "quantization_config", no_effect=(*_NOTES, *kind.notes))
     kind.check(facts)
     return Unpacked(file, {stem + kind.name: kind(file, stem, facts) for stem in stems})
 
@@ -76,6 +78,8 @@ class _Packed:
     """
 
     mark, name = "", ".weight"
+    keys: tuple[str, ...] = ()  # of quantization_config that are read
+    notes: tuple[str, ...] = ()  # that change nothing: what the quantiser did, how other programs run it
     shape: tuple[int, ...]
     parts: tuple[str, ...]
 
@@ -95,21 +99,45 @@ class _Packed:
         name = self.stem + ending
         info = self.file.tensors.get(name)
         if info is None:
-            raise ModelError(f"{name!r} is missing: the packed matrix needs it; download the model again")
+            self.refuse(f"{name!r} is missing: the packed matrix needs it; download the model again")
         if len(info.shape) != rank or info.kind not in kinds:
-            raise ModelError(
+            self.refuse(
                 f"{name!r} is {info.kind} of shape {info.shape}: must be {' or '.join(kinds)} with {rank} axes; "
                 "use the original model"
             )
         return info
 
+    def refuse(self, complaint: str) -> NoReturn:
+        """Raise ModelError about a tensor, naming the file that the matrix lies in."""
+        raise ModelError(f"{self.file.tensors[self.stem + self.mark].path.name}: {complaint}")
+
     def fits(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
         """Refuse a tensor of another shape than the matrix asks for."""
         if info.shape != shape:
-            raise ModelError(
+            self.refuse(
                 f"{self.stem + name!r} has shape {info.shape}: the packed matrix asks for {shape}; download the model "
                 "again"
             )
+
+    def grouped(self, lanes: int, out: int, words: int) -> tuple[int, int]:
+        """Groups of input lanes and lanes of one, by group_size; scales and zero points must be as many."""
+        size = lanes if self.facts["group_size"] == -1 else int(self.facts["group_size"])
+        groups = -(-lanes // size)
+        self.fits(".scales", self.part(".scales", 2, "F16", "BF16", "F32"), (groups, out))
+        self.fits(".qzeros", self.part(".qzeros", 2, "I32"), (groups, words))
+        return groups, size
+
+
+# What every method's settings may say beside its own, and that changes nothing: which tensors are packed, files show.
+_NOTES = ("quant_method", "modules_to_not_convert", "ignored_layers", "backend", "exllama_config")
+
+
+def _check_groups(facts: Mapping[str, Any], method: str) -> None:
+    size = facts.get("group_size")
+    if type(size) is not int or not (size == -1 or 1 <= size <= 1 << 20):
+        raise ModelError(
+            f"{method}: group_size={size!r}: must be lanes of a group, or -1 for one; mend quantization_config"
+        )
 
 
 def _only(facts: Mapping[str, Any], method: str, **plain: tuple[Any, ...]) -> None:
@@ -143,6 +171,8 @@ class _Mxfp4(_Packed):
 
 class _Fp8(_Packed):
     mark = ".weight_scale_inv"
+    keys = ("fmt", "activation_scheme", "weight_block_size")
+    notes = ("scale_fmt", "is_checkpoint_fp8_serialized", "dequantize")
 
     @classmethod
     def check(cls, facts: Mapping[str, Any]) -> None:
@@ -188,6 +218,46 @@ class _Group:
 
 class _Gptq(_Packed):
     mark = ".qweight"
+    keys = (
+        "bits",
+        "group_size",
+        "desc_act",
+        "checkpoint_format",
+        "lm_head",
+        "dynamic",
+        "pack_dtype",
+        "is_marlin_format",
+    )
+    notes = (
+        *(
+            "sym",
+            "damp_percent",
+            "damp_auto_increment",
+            "static_groups",
+            "true_sequential",
+            "mse",
+            "quantizer",
+            "meta",
+        ),
+        *(
+            "act_group_aware",
+            "model_name_or_path",
+            "model_file_base_name",
+            "dataset",
+            "tokenizer",
+            "batch_size",
+        ),
+        *(
+            "cache_block_outputs",
+            "model_seqlen",
+            "pad_token_id",
+            "max_input_length",
+            "use_exllama",
+            "disable_exllama",
+        ),
+        *("use_cuda_fp16", "block_name_to_quantize", "module_name_preceding_first_block"),
+        "modules_in_block_to_quantize",
+    )
 
     @classmethod
     def check(cls, facts: Mapping[str, Any]) -> None:
@@ -198,22 +268,27 @@ class _Gptq(_Packed):
             checkpoint_format=("gptq", "gptq_v2", None),
             lm_head=(False, None),
             dynamic=(None, {}),
+            desc_act=(False, True, None),
+            pack_dtype=("int32", None),
+            is_marlin_format=(False, None),
         )
         if "bits" not in facts:
             raise ModelError("gptq: bits is missing: must be 2, 4 or 8; mend quantization_config")
+        _check_groups(facts, "gptq")
 
     def __init__(self, file: SafetensorsFiles, stem: str, facts: Mapping[str, Any]) -> None:
         super().__init__(file, stem, facts)
         self.each = 32 // int(facts["bits"])  # numbers a word
         words, out = self.part(".qweight", 2, "I32").shape
-        groups = self.part(".scales", 2, "F16", "BF16", "F32").shape[0]
-        self.fits(".scales", file.tensors[stem + ".scales"], (groups, out))
-        self.fits(".qzeros", self.part(".qzeros", 2, "I32"), (groups, -(-out // self.each)))
-        self.shape, ends = (out, words * self.each), [".qweight", ".qzeros", ".scales"]
-        if f"{stem}.g_idx" in file.tensors:
+        lanes = words * self.each
+        self.groups, self.size = self.grouped(lanes, out, -(-out // self.each))
+        self.shape, ends = (out, lanes), [".qweight", ".qzeros", ".scales"]
+        if f"{stem}.g_idx" in file.tensors or facts.get(
+            "desc_act"
+        ):  # lanes lie in another order than their groups
             self.fits(".g_idx", self.part(".g_idx", 1, "I32"), (self.shape[1],))
             ends.append(".g_idx")
-        self.parts, self.groups = tuple(stem + ending for ending in ends), groups
+        self.parts = tuple(stem + ending for ending in ends)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         first, last = start // self.each, -(-stop // self.each)
@@ -229,30 +304,26 @@ class _Gptq(_Packed):
         if len(self.parts) > 3:
             group = self.file.rows(self.parts[3], 0, lanes)
         else:
-            group = np.arange(lanes) // -(-lanes // self.groups)
+            group = np.arange(lanes) // self.size
         if group.min() < 0 or group.max() >= self.groups:
-            raise ModelError(f"{self.stem}.g_idx: names a group that is not there; download the model again")
+            self.refuse(f"{self.stem}.g_idx: names a group that is not there; download the model again")
         return _Group(scales, zeros, group).weights(numbers)
 
 
 class _Awq(_Packed):
     mark = ".qweight"
+    keys = ("bits", "group_size", "zero_point", "version")
+    notes = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse")
 
     @classmethod
     def check(cls, facts: Mapping[str, Any]) -> None:
         _only(facts, "awq", bits=(4,), zero_point=(True,), version=("gemm", "GEMM"))
+        _check_groups(facts, "awq")
 
     def __init__(self, file: SafetensorsFiles, stem: str, facts: Mapping[str, Any]) -> None:
         super().__init__(file, stem, facts)
         lanes, words = self.part(".qweight", 2, "I32").shape
-        groups = self.part(".scales", 2, "F16", "BF16", "F32").shape[0]
-        self.fits(".scales", file.tensors[stem + ".scales"], (groups, words * 8))
-        self.fits(".qzeros", self.part(".qzeros", 2, "I32"), (groups, words))
-        if lanes % groups:
-            raise ModelError(
-                f"{stem}.scales: {groups} groups of {lanes} lanes: must be equal; use the original model"
-            )
-        self.shape, self.groups = (words * 8, lanes), groups
+        self.shape, (_, self.size) = (words * 8, lanes), self.grouped(lanes, words * 8, words)
         self.parts = tuple(stem + ending for ending in (".qweight", ".qzeros", ".scales"))
 
     def rows(self, start: int, stop: int) -> np.ndarray:
@@ -260,8 +331,7 @@ class _Awq(_Packed):
         keep = slice(start - first * 8, stop - first * 8)
         numbers, zeros = (_awq(self.file.columns(part, first, last))[:, keep] for part in self.parts[:2])
         scales = self.file.columns(self.parts[2], start, stop).astype(np.float32)
-        lanes = self.shape[1]
-        return _Group(scales, zeros, np.arange(lanes) // (lanes // self.groups)).weights(numbers)
+        return _Group(scales, zeros, np.arange(self.shape[1]) // self.size).weights(numbers)
 
 
 def _bits(words: np.ndarray, each: int) -> np.ndarray:

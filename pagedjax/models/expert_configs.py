@@ -14,9 +14,11 @@ from pagedjax.models.config_parts import (
     WINDOWS,
     Family,
     common_fields,
+    no_bias,
     one_value,
     one_window,
     rotary_fields,
+    size_under,
     windows_of,
 )
 from pagedjax.models.mixture import Experts
@@ -25,19 +27,12 @@ from pagedjax.models.mixture import Experts
 _ROUTER_NOTES = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 
 
-def _count(r: Reader, default: int, name: str = "num_experts", other: str = "num_local_experts") -> int:
-    """How many experts, under either of the two names that transformers takes for one another."""
-    one_value(r.where, name, r.get(name), other, r.get(other))
-    return r.whole(other if r.get(name) is None and r.get(other) is not None else name, default)
-
-
-def _no_bias(r: Reader) -> None:
-    if r.flag("attention_bias", False):
-        r.fail("attention_bias", "this family has none")
+def _count(r: Reader, default: int) -> int:
+    return size_under(r, ("num_experts", "num_local_experts"), default)
 
 
 def _mixtral(r: Reader) -> ModelConfig:
-    _no_bias(r)
+    no_bias(r)
     common = common_fields(r, "mixtral", kv_heads=8, eps=1e-5, ends=(1, 2))
     experts = Experts(_count(r, 8), r.whole("num_experts_per_tok", 2), common["d_mlp"], normalise=True)
     window = r.optional_whole("sliding_window")
@@ -118,11 +113,9 @@ def _gpt_oss(r: Reader) -> ModelConfig:
     layers, bias = common["num_layers"], r.flag("attention_bias", True)
     if common["activation"] != "silu":
         r.fail("hidden_act", "must be silu: experts of this family have no other gate")
-    _one_of_two(r, "num_experts_per_tok", "experts_per_token")
-    per_token = r.whole("num_experts_per_tok", r.get("experts_per_token", 4))
     experts = Experts(
         _count(r, 128),
-        per_token,
+        size_under(r, ("num_experts_per_tok", "experts_per_token"), 4),
         common["d_mlp"],
         routing="softmax-of-chosen",
         router_bias=True,
@@ -154,10 +147,6 @@ def _gpt_oss(r: Reader) -> ModelConfig:
         windows=windows_of(r, layers, size, [layer % 2 == 0 for layer in range(layers)]),
         experts=experts,
     )
-
-
-def _one_of_two(r: Reader, name: str, other: str) -> None:
-    one_value(r.where, name, r.get(name), other, r.get(other))
 
 
 # ---- DeepSeek --------------------------------------------------------------------------------------------
@@ -206,13 +195,15 @@ def deepseek_experts(r: Reader, num_layers: int, version: int) -> Experts | None
         r.fail("topk_method", f"must be {' or '.join(fits[1])}: this family has no other")
     if version == 2 and r.flag("norm_topk_prob", False):
         r.fail("norm_topk_prob", "must be false: transformers passes over it in this family")
-    groups = r.optional_whole("n_group", d["groups"]) or 1
-    kept = r.optional_whole("topk_group", d["kept"]) or 1
+    groups, kept = (
+        1 if size is None else size
+        for size in (r.optional_whole("n_group", d["groups"]), r.optional_whole("topk_group", d["kept"]))
+    )
     if version == 2 and method == "greedy":
         groups = kept = 1
     width = r.whole("moe_intermediate_size", d["width"])
     return Experts(
-        r.whole("n_routed_experts", _count(r, d["count"])),
+        size_under(r, ("n_routed_experts", "num_experts", "num_local_experts"), d["count"]),
         r.whole("num_experts_per_tok", d["per_token"]),
         width,
         layers=() if first == 0 else tuple(layer >= first for layer in range(num_layers)),

@@ -22,10 +22,12 @@ from pagedjax.models.config_parts import (
     Family,
     common_fields,
     ends_of,
+    no_bias,
     one_value,
     one_window,
     rope_table,
     rotary_fields,
+    size_under,
     windows_of,
 )
 from pagedjax.models.expert_configs import EXPERT_FAMILIES
@@ -117,8 +119,7 @@ def _smollm3(r: Reader) -> ModelConfig:
 
 
 def _mistral(r: Reader) -> ModelConfig:
-    if r.flag("attention_bias", False):
-        r.fail("attention_bias", "this family has none")
+    no_bias(r)
     common = common_fields(r, "llama", kv_heads=8, ends=(1, 2))
     window = r.optional_whole("sliding_window", 4096)
     return ModelConfig(**common, **rotary_fields(r), windows=one_window(r, common["num_layers"], window))
@@ -153,8 +154,7 @@ def _qwen3(r: Reader) -> ModelConfig:
 
 
 def _phi3(r: Reader) -> ModelConfig:
-    if r.flag("attention_bias", False):
-        r.fail("attention_bias", "this family has none")
+    no_bias(r)
     common = common_fields(r, "phi3", eps=1e-5, ends=(1, 32000))
     name = "rope_scaling" if r.table("rope_scaling") else "rope_parameters"
     kind = r.table(name).get("rope_type", r.table(name).get("type"))
@@ -210,16 +210,16 @@ def _longrope(r: Reader, name: str) -> dict[str, Any]:
 def _divisors(p: Reader, key: str) -> tuple[float, ...]:
     values = p.get(key)
     numbers = isinstance(values, list) and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) for v in values
+        isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < LIMITS["max_model_len"]
+        for v in values
     )
     if not numbers:
-        p.fail(key, "must be a list of numbers, one per rotated pair")
+        p.fail(key, f"must be a list of numbers below {LIMITS['max_model_len']}, one per rotated pair")
     return tuple(float(v) for v in values)
 
 
 def _gemma(r: Reader, family: str) -> dict[str, Any]:
-    if r.flag("attention_bias", False):
-        r.fail("attention_bias", "this family has none here")
+    no_bias(r)
     common = common_fields(
         r, family, kv_heads=4, head_dim=256, activation="hidden_activation", tied=True, ends=(2, 1)
     )
@@ -289,25 +289,19 @@ def _gemma3(r: Reader) -> ModelConfig:
     )
 
 
-def _alias(r: Reader, name: str, other: str, default: int | None = None) -> int:
-    """A size under its own name or the one that transformers maps onto it."""
-    one_value(r.where, name, r.get(name), other, r.get(other))
-    return r.whole(other) if r.get(name) is None and r.get(other) is not None else r.whole(name, default)
-
-
 def _gpt2(r: Reader) -> ModelConfig:
-    width = _alias(r, "n_embd", "hidden_size", 768)
-    heads = _alias(r, "n_head", "num_attention_heads", 12)
+    width = size_under(r, ("n_embd", "hidden_size"), 768)
+    heads = size_under(r, ("n_head", "num_attention_heads"), 12)
     check_range("n_head", heads, 1, LIMITS["num_heads"])
     check_range("n_embd", width, 1, LIMITS["d_model"])
     if width % heads:
         r.fail("n_embd", f"must be a multiple of n_head={heads}")
-    length = _alias(r, "n_positions", "max_position_embeddings", 1024)
+    length = size_under(r, ("n_positions", "max_position_embeddings"), 1024)
     one_value(r.where, "n_positions", length, "n_ctx", r.get("n_ctx"))
     inner, vocab_size = r.optional_whole("n_inner"), r.whole("vocab_size", 50257)
     return ModelConfig(
         family="gpt2",
-        num_layers=_alias(r, "n_layer", "num_hidden_layers", 12),
+        num_layers=size_under(r, ("n_layer", "num_hidden_layers"), 12),
         d_model=width,
         num_heads=heads,
         num_kv_heads=heads,

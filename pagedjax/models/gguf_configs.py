@@ -138,7 +138,11 @@ def _same(r: Reader, key: str, value: int, meaning: str) -> None:
 def _read(r: Reader, family: str, *, slides: bool = False) -> dict[str, Any]:
     num_heads, d_model = r.whole("attention.head_count"), r.whole("embedding_length")
     check_range("attention.head_count", num_heads, 1, LIMITS["num_heads"])
+    check_range("embedding_length", d_model, 1, LIMITS["d_model"])
+    num_layers = r.whole("block_count")
+    check_range("block_count", num_layers, 1, LIMITS["num_layers"])
     head_dim, vocab_size = r.whole("attention.key_length", d_model // num_heads), _vocab_size(r)
+    check_range("attention.key_length", head_dim, 1, LIMITS["head_dim"])
     _same(r, "attention.value_length", head_dim, "values are as wide as keys here")
     _same(r, "rope.dimension_count", head_dim, "partly rotated heads are not supported")
     if not slides:
@@ -147,7 +151,7 @@ def _read(r: Reader, family: str, *, slides: bool = False) -> dict[str, Any]:
         r.fail("attention.causal", "decoders see only the past")
     return dict(
         family=family,
-        num_layers=r.whole("block_count"),
+        num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
         num_kv_heads=r.whole("attention.head_count_kv", num_heads),
@@ -169,8 +173,12 @@ def _experts(r: Reader, width: str, *, normalise: bool, **how: Any) -> Experts:
     if scale not in (0.0, 1.0):
         r.fail("expert_weights_scale", "must be 1 in this architecture")
     _same(r, "expert_shared_count", 0, "this architecture shares none")
+    d_expert = r.whole(width)
+    _same(
+        r, "expert_feed_forward_length", d_expert, f"experts of this architecture are as wide as {width} says"
+    )
     return Experts(
-        r.whole("expert_count"), r.whole("expert_used_count"), r.whole(width), normalise=normalise, **how
+        r.whole("expert_count"), r.whole("expert_used_count"), d_expert, normalise=normalise, **how
     )
 
 
@@ -243,6 +251,7 @@ def _gemma(r: Reader, family: str, largest: int, every: int) -> dict[str, Any]:
     """Gemma 2 and 3; the largest, known by its number of layers, scales scores by lanes of the model a head."""
     read = _read(r, family, slides=True)
     lanes = read["d_model"] // read["num_heads"] if read["num_layers"] == largest else read["head_dim"]
+    check_range("embedding_length over attention.head_count", lanes, 1, LIMITS["head_dim"])
     return read | dict(
         tie_embeddings=True,
         activation="gelu_tanh",

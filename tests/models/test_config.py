@@ -148,6 +148,13 @@ def test_bad_values_are_named_in_one_line(change, names):
             "scale=2.0",
         ),
         ({"llama.expert_gating_func": 2}, "expert_gating_func"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_feed_forward_length": 7},
+            "expert_feed_forward_length=7: must be",
+        ),
+        ({"llama.block_count": 1 << 40}, "block_count="),
+        ({"llama.embedding_length": -9}, "embedding_length=-9"),
+        ({"llama.attention.key_length": 0}, "attention.key_length=0"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor=None"),
     ],
 )
@@ -202,6 +209,12 @@ def test_longrope_is_one_table_by_the_longest_sequence():
         (dict(short_factor=None), "short_factor=None: must be a list of numbers"),
         (dict(short_factor=[1, 2, 3, "4"]), "must be a list of numbers"),
         (dict(long_factor=[1.0, 2.0, 0.0, 1.0]), "must be positive numbers"),
+        (dict(long_factor=[1, 2, 3, 10**400]), "long_factor="),
+        (dict(short_factor=[1.0, 2.0, 3.0, float("nan")]), "short_factor="),
+        (dict(short_factor={"0": 1.0}), "short_factor="),
+        (dict(long_factor=[]), "has 0 divisors"),
+        (dict(factor=-1.0), "factor=-1.0: must be above 0"),
+        (dict(attention_factor="hot"), "attention_factor='hot': must be a number"),
         (dict(partial_rotary_factor=0.75), "partly rotated heads"),
         (dict(low_freq_factor=1.0), "low_freq_factor"),
         (dict(type="linear", factor=2.0, short_factor=None, long_factor=None), "knows only LongRoPE"),
@@ -219,3 +232,50 @@ def test_the_first_layers_keep_what_is_said_of_each():
     first = config.first_layers(1)
     assert (first.num_layers, first.windows, first.rope_layers, first.experts) == (1, (4,), (True,), None)
     assert config.first_layers(2) == config
+
+
+GEMMA3 = {
+    "general.architecture": "gemma3", "tokenizer.ggml.tokens": ["a"] * 96,
+} | {f"gemma3.{key}": value for key, value in {
+    "context_length": 128, "embedding_length": 32, "block_count": 7, "feed_forward_length": 48,
+    "attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": 8,
+}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"attention.sliding_window": None}, "attention.sliding_window=None: must be a whole number"),
+        ({"attention.sliding_window": -8}, "a window must hold"),
+        ({"block_count": 1 << 31}, "block_count=2147483648"),
+        ({"embedding_length": -32}, "embedding_length=-32"),
+        ({"attention.key_length": 0}, "attention.key_length=0"),
+        ({"attention.head_count": 64, "block_count": 62}, "embedding_length over attention.head_count=0"),
+        ({"final_logit_softcapping": -1.0}, "logit_soft_cap=-1.0"),
+        ({"rope.freq_base_swa": 0.0}, "rope.freq_base_swa=0.0: must be above 0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ],
+)
+def test_other_gemma3_metadata_is_refused(change, names):
+    assert config_from_gguf(GEMMA3).windows == (8, 8, 8, 8, 8, None, 8)
+    with pytest.raises(ModelError) as caught:
+        config_from_gguf(GEMMA3 | {f"gemma3.{key}": value for key, value in change.items()})
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_how_many_experts_is_one_number_under_all_its_names():
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    widths = dict(
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=None, n_group=1, topk_group=1
+    )  # fmt: skip
+    sizes = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")} | widths
+    shape = sizes | dict(model_type="deepseek_v3", num_experts_per_tok=2, first_k_dense_replace=0)
+    for name in names:
+        assert config_from_hf(shape | {name: 5}).experts.num_experts == 5
+        for other in names:
+            if other != name:
+                with pytest.raises(ModelError, match="must be equal"):
+                    config_from_hf(shape | {name: 5, other: 6})
+    with pytest.raises(ModelError, match="expert groups=0"):
+        config_from_hf(shape | {"n_routed_experts": 5, "n_group": 0})

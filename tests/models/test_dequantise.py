@@ -82,7 +82,8 @@ def gptq(rng, bits=4, order=True, form="gptq"):
     tensors = {"m.qweight": _packed(q.T, bits).T, "m.qzeros": _packed(z, bits), "m.scales": scales}
     if order:
         tensors["m.g_idx"] = group.astype(np.int32)
-    return tensors, {"bits": bits, "checkpoint_format": form, "desc_act": order}, "m.weight", want
+    facts = {"bits": bits, "group_size": lanes // groups, "checkpoint_format": form, "desc_act": order}
+    return tensors, facts, "m.weight", want
 
 
 def awq(rng):
@@ -98,7 +99,7 @@ def awq(rng):
         order = [c + 8 * word for word in range(out // 8) for c in (0, 2, 4, 6, 1, 3, 5, 7)]
         return _packed(numbers[:, order], 4)
 
-    facts = {"bits": 4, "zero_point": True, "version": "gemm"}
+    facts = {"bits": 4, "group_size": lanes // groups, "zero_point": True, "version": "gemm"}
     return {"m.qweight": words(q), "m.qzeros": words(z), "m.scales": scales}, facts, "m.weight", want
 
 
@@ -137,6 +138,67 @@ REFUSED = {
     "scales of another": ("awq", {}, {"m.scales": np.ones((3, 8), np.float16)}, r"asks for \(3, 32\)"),
     "groups": ("gptq", {}, {"m.g_idx": np.full(32, 9, np.int32)}, "names a group that is not there"),
     "blocks": ("fp8", {}, {"m.weight_scale_inv": np.ones((2, 4), np.float32)}, r"asks for \(3, 4\)"),
+    "no order": ("gptq", {}, {"m.g_idx": None}, "'m.g_idx' is missing"),
+    "groups of another size": (
+        "gptq",
+        dict(group_size=16),
+        {},
+        r"'m.scales' has shape \(4, 24\): .* \(2, 24\)",
+    ),
+    "one group": ("awq", dict(group_size=-1), {}, r"has shape \(3, 32\): .* \(1, 32\)"),
+    "size of no group": ("awq", dict(group_size=0), {}, "group_size=0: must be lanes of a group"),
+    "no size": ("gptq", dict(group_size=None), {}, "group_size=None: must be lanes"),
+    "size that does not divide": ("gptq", dict(group_size=24), {}, r"asks for \(2, 24\)"),
+    "rotated": (
+        "gptq",
+        dict(rotation="hadamard"),
+        {},
+        "quantization_config: rotation='hadamard': not known here",
+    ),
+    "no groups": ("awq", {}, {"m.scales": np.ones((0, 32), np.float16)}, r"has shape \(0, 32\)"),
+    "scales of one axis": ("gptq", {}, {"m.scales": np.ones(24, np.float16)}, "'m.scales' is F16 of shape"),
+    "words of 8 bits": ("gptq", {}, {"m.qweight": np.ones((4, 24), np.uint8)}, "'m.qweight' is U8 of shape"),
+    "no zero points": ("awq", {}, {"m.qzeros": None}, "'m.qzeros' is missing"),
+    "zero points of 8 bits": (
+        "awq",
+        {},
+        {"m.qzeros": np.ones((3, 4), np.uint8)},
+        "'m.qzeros' is U8 of shape",
+    ),
+    "values of another type": (
+        "fp8",
+        {},
+        {"m.weight": np.ones((21, 19), np.float16)},
+        "'m.weight' is F16 of shape",
+    ),
+    "values missing": ("fp8", {}, {"m.weight": None}, "'m.weight' is missing"),
+    "other blocks": ("fp8", dict(weight_block_size=[8, 8]), {}, r"has shape \(3, 4\): .* \(3, 3\)"),
+    "blocks of nothing": (
+        "fp8",
+        dict(weight_block_size=[0, 8]),
+        {},
+        r"weight_block_size=\[0, 8\]: must be two sizes",
+    ),
+    "scales of 8 bits": (
+        "fp8",
+        {},
+        {"m.weight_scale_inv": np.ones((3, 4), np.uint8)},
+        "_inv' is U8 of shape",
+    ),
+    "fp4 without scales": ("mxfp4", {}, {"m_scales": None}, "'m_scales' is missing"),
+    "fp4 of other scales": ("mxfp4", {}, {"m_scales": np.ones((2, 5, 2), np.uint8)}, r"asks for \(2, 5, 3\)"),
+    "fp4 in half blocks": (
+        "mxfp4",
+        {},
+        {"m_blocks": np.ones((2, 5, 3, 8), np.uint8)},
+        r"asks for \(2, 5, 3, 16\)",
+    ),
+    "fp4 as floats": (
+        "mxfp4",
+        {},
+        {"m_blocks": np.ones((2, 5, 3, 16), np.float32)},
+        "'m_blocks' is F32 of shape",
+    ),
     "plain as well": ("awq", {}, {"m.weight": np.ones(3, np.float32)}, "stored plain and packed"),
 }
 
@@ -148,10 +210,13 @@ def test_other_forms_and_damage_are_refused(tmp_path, name):
     tensors = {n: w for n, w in (tensors | others).items() if w is not None}
     write(tmp_path / "m.safetensors", tensors)
     facts = {k: v for k, v in (facts | changes).items() if v is not None or k == "weight_block_size"}
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=words) as caught:
         unpack(SafetensorsFiles([tmp_path / "m.safetensors"]), facts | {"quant_method": method}).rows(
             plain, 0, 1
         )
+    assert "\n" not in str(caught.value)
+    if others and name != "plain as well":
+        assert str(caught.value).startswith("m.safetensors: ")
 
 
 OSS = dict(

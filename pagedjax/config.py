@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from pagedjax.cache.rules import check_block_size, require
+from pagedjax.cache.rules import KV_BYTES, check_block_size, require
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_DTYPES = (*DTYPES, "int8")
-KV_DTYPES = (*DTYPES, "int8", "fp8_e4m3")
+KV_DTYPES = tuple(KV_BYTES)
 PREFIX_GROUPS = ("auto", "on", "off")
 PRODUCTS = ("auto", "xla", "native")
 ADMISSIONS = ("chunk", "whole")
@@ -84,7 +84,7 @@ class CacheConfig:
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
         dtype: KV in the pool; "" follows the model's dtype, and is float32 beside int8 weights. int8 and fp8_e4m3 keep
-            a scale for each token and head (docs/kernels.md, "Eight bits").
+            a scale for each token and head (docs/kernels.md, "Eight bits"). Simulations count its bytes; "" is 2.
         verify_tokens: Compare tokens, not digests alone, before a block is shared; an index that cannot is refused.
         dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
             index does by nature, with where it excludes twins (radix), else without.
@@ -218,7 +218,6 @@ class SchedulerConfig:
 # Settings of a cache that decide nothing in a simulation, and why: of real arrays, of digests, of who watches.
 NOT_SIMULATED = {
     "memory_bytes": "give num_blocks, or leave both out: the pool is what the memory holds beside the weights",
-    "dtype": "the cost model counts 2 bytes a number",
     "hash": "digests are compared, never guessed",
     "event_log": "nobody asks for events there, and a fleet reads its caches' by itself",
     "window_groups": "simulated models have one KV group",

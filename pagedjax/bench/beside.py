@@ -61,7 +61,9 @@ def cost_of(llm: LLM, hardware: HardwareSpec) -> CostModel:
                 f"{hardware.name}: its steps were measured with {name}={theirs!r}, this run has {ours!r}; calibrate "
                 "again"
             )
-    return cost
+    return replace(
+        cost, kv_dtype=llm.runner.layout.dtype
+    )  # what of it the steps were measured with is in "dtype"
 
 
 def beside(

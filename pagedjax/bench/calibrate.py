@@ -150,7 +150,8 @@ def calibrate(
     )
     times = fit_steps(kept, bare)
     itemsize = jax.numpy.dtype(llm.config.model.dtype).itemsize
-    roof, reason = reached_roofline(llm.model_config, itemsize, llm.manager.block_size, times, kept)
+    kv_dtype = llm.runner.layout.dtype
+    roof, reason = reached_roofline(llm.model_config, itemsize, llm.manager.block_size, times, kept, kv_dtype)
     stats = jax.devices()[0].memory_stats() or {}
     hardware = replace(
         roof,

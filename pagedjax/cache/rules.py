@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+SCALE_BYTES = 4  # of each head's key and value, where these are codes of eight bits
+# Of one number of keys and values in the pool.
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless the condition holds."""

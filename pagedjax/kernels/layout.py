@@ -33,8 +33,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedjax.cache.rules import check_block_size
-from pagedjax.kernels.quant import QUANTISED, SCALE_BYTES
+from pagedjax.cache.rules import SCALE_BYTES, check_block_size
+from pagedjax.kernels.quant import QUANTISED
 from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
 LANES = 128

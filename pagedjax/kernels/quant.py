@@ -10,7 +10,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-SCALE_BYTES = 4
 # Largest code of each kind.
 QUANTISED = {"int8": 127.0, "fp8_e4m3": 448.0}
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.cache.rules import SCALE_BYTES
 from pagedjax.kernels.layout import DecodeList, KVPool, RaggedBatch, read_rows
-from pagedjax.kernels.quant import SCALE_BYTES, dequantise
+from pagedjax.kernels.quant import dequantise
 
 # Finite, so that a chunk without a visible key gives exp(0), not NaN; real scores stay far above it.
 NEG = -1e30

@@ -379,17 +379,25 @@ class ModelConfig:
         order = sorted(by_window, key=lambda window: window is not None)
         return tuple(LayerGroup(window, tuple(by_window[window])) for window in order)
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
+    def kv_bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
         """Bytes of keys and values that one token keeps over all layers.
 
-        Of latent attention what is stored: whole vectors of 128 lanes, 640 for a row of 576.
+        Of latent attention, and of codes with scales, what is stored: whole vectors of 128 lanes, 640 for a row of 576.
 
         Args:
-            itemsize: Bytes of one number in the pool (4 for float32, 2 for bfloat16).
+            itemsize: Bytes of one number in the pool (4 for float32, 2 for bfloat16, 1 for codes).
+            scale_bytes: Of each head's key and value, that lie with codes.
+
+        Raises:
+            ModelError: Latent rows are not kept as codes.
         """
         lanes = 2 * self.num_kv_heads * self.head_dim
         if self.latent is not None:
+            if scale_bytes:
+                raise ModelError("cache.dtype: keys that hold their values are not quantised; try bfloat16")
             lanes = -(-self.latent.row_dim // LANES) * LANES
+        elif scale_bytes:
+            lanes = -(-(lanes + 2 * self.num_kv_heads * scale_bytes) // LANES) * LANES
         return self.num_layers * lanes * itemsize
 
     def to_dict(self) -> dict[str, Any]:

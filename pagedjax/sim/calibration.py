@@ -235,7 +235,12 @@ def errors(times: StepTimes, samples: Sequence[StepSample]) -> FitErrors:
 
 
 def reached_roofline(
-    model: ModelConfig, itemsize: int, block_size: int, times: StepTimes, samples: Sequence[StepSample]
+    model: ModelConfig,
+    itemsize: int,
+    block_size: int,
+    times: StepTimes,
+    samples: Sequence[StepSample],
+    kv_dtype: str = "",
 ) -> tuple[HardwareSpec, str]:
     """The two roofs under measured steps, for models and limits that were not measured.
 
@@ -243,16 +248,17 @@ def reached_roofline(
 
     Args:
         model: Whose steps.
-        itemsize: Bytes of one number.
+        itemsize: Bytes of one number of the weights.
         block_size: Tokens per block.
         times: Fitted to the samples.
         samples: Measured steps.
+        kv_dtype: Of the KV pool; "" is as the weights.
 
     Returns:
         Hardware whose peaks are what was reached (efficiencies 1), without a name and memory; and why no roofline
         could be fitted, "" where one was: its rates are then the most that any step reached, and its host time is none.
     """
-    cost = CostModel(_PEAKS, model, block_size, itemsize)
+    cost = CostModel(_PEAKS, model, block_size, itemsize, kv_dtype)
     used = [s for s in samples if 0.5 < s.seconds / times.sample_seconds(s) < 2]
     works = [padded_work(cost, s) for s in used]
     seconds = [s.seconds for s in used]

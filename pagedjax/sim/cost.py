@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES
 from pagedjax.config import SchedulerConfig, read_toml
 from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
@@ -181,23 +182,27 @@ class CostModel:
         hardware: The device.
         model: The decoder.
         block_size: Tokens per block, for copies.
-        itemsize: Bytes of one number, in weights and KV.
+        itemsize: Bytes of one number, in weights, and in KV where nothing else is said.
+        kv_dtype: Of the KV pool, as `cache.dtype` names it; codes have their scales with them, and cost nothing to read
+            but their bytes. "" is as the weights.
         steps: Measured step times in place of the roofs; `under` puts them here.
 
     Raises:
-        ModelError: The hardware is a slice to which the model cannot be dealt out; names the numbers that work.
+        ModelError: The hardware is a slice to which the model cannot be dealt out (names the numbers that work), or its
+            rows are not kept as codes.
     """
 
     hardware: HardwareSpec
     model: ModelConfig
     block_size: int
     itemsize: int = 2
+    kv_dtype: str = ""
     steps: StepTimes | None = None
 
     def under(self, scheduler: SchedulerConfig) -> CostModel:
         """This model under such limits: with the hardware's measured steps, where it has those of just this."""
         steps = self.hardware.steps
-        if steps is not None and steps.differs(self.model, self.block_size, scheduler):
+        if steps is not None and steps.differs(self.model, self.block_size, scheduler, self.kv_dtype):
             steps = None
         return replace(self, steps=steps)
 
@@ -209,16 +214,20 @@ class CostModel:
         return (
             "roofline"
             if known is None
-            else (f"roofline: {known.differs(self.model, self.block_size, scheduler)}")
+            else (f"roofline: {known.differs(self.model, self.block_size, scheduler, self.kv_dtype)}")
         )
 
     def __post_init__(self) -> None:
         Cut(self.model, self.hardware.devices, "devices")
+        _ = self.kv_bytes_per_token  # refused here where it has none
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers, keys and values."""
-        return self.model.kv_bytes_per_token(self.itemsize)
+        if not self.kv_dtype:
+            return self.model.kv_bytes_per_token(self.itemsize)
+        itemsize = KV_BYTES[self.kv_dtype]
+        return self.model.kv_bytes_per_token(itemsize, SCALE_BYTES if itemsize == 1 else 0)
 
     @property
     def held_bytes_per_token(self) -> int:

@@ -148,13 +148,19 @@ class StepTimes:
         keys = cached + rows * np.arange(1, count + 1)
         return self.programs[program] + rows * self.s_per_row + keys * self.s_per_key
 
-    def differs(self, model: ModelConfig, block_size: int, scheduler: SchedulerConfig) -> str:
-        """Why these are no steps of such an engine; "" where they are."""
+    def differs(
+        self, model: ModelConfig, block_size: int, scheduler: SchedulerConfig, kv_dtype: str = ""
+    ) -> str:
+        """Why these are no steps of such an engine; "" where they are, of whatever KV where none is named."""
         theirs = shape_numbers(model) | limit_numbers(scheduler) | {"block_size": block_size}
         ours = {**self.shape, **self.limits, "block_size": self.block_size}
         for name in (*ours, *(name for name in theirs if name not in ours)):
             if ours.get(name) != theirs.get(name):
                 return f"its steps were measured with {name}={ours.get(name)}, this has {theirs.get(name)}"
+        if kv_dtype and not self.dtype.endswith(f"KV {kv_dtype}"):
+            return (
+                f"its steps were measured with {self.dtype or 'KV of no known dtype'}, this has KV {kv_dtype}"
+            )
         return ""
 
     def to_dict(self) -> dict[str, Any]:

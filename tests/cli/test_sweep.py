@@ -175,7 +175,8 @@ def test_means_stand_with_intervals_and_the_unknown_stays_unknown() -> None:
     ("arguments", "message"),
     [
         (["t0.jsonl", "--grid", "blok_size=8"], "did you mean cache.block_size?"),
-        (["t0.jsonl", "--grid", "cache.dtype=float32"], "has no effect there"),
+        (["t0.jsonl", "--grid", "model.dtype=float32"], "has no effect there"),
+        (["t0.jsonl", "--measure", "replay", "--grid", "cache.dtype=int8"], "has no effect there"),
         (["t0.jsonl", "--grid", "event_log=0,5"], "has no effect there"),
         (["t0.jsonl", "--measure", "replay", "--grid", "rate=2"], "rate: is no setting of replay"),
         (

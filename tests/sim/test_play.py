@@ -350,6 +350,10 @@ def test_a_file_gives_the_steps_back_and_they_serve_their_engine_only(tmp_path: 
     )
     for other in (SchedulerConfig(9, 64), SchedulerConfig(8, 64, 16)):
         assert cost.under(other).steps is None and "measured with" in cost.basis(other)
+    known = replace(spec, steps=replace(TRUE, dtype="int8, KV float32"))
+    assert CostModel(known, SHAPE, SIZE, kv_dtype="float32").under(limits).steps == known.steps
+    coded = CostModel(known, SHAPE, SIZE, kv_dtype="int8").under(limits)
+    assert coded.steps is None and "measured with int8, KV float32, this has KV int8" in coded.basis(limits)
     assert "block_size=4, this has 8" in replace(cost, block_size=8).under(limits).basis(limits)
     assert "num_layers=30" in replace(cost, model=read_shape("opt-13b")).under(limits).basis(limits)
     assert CostModel(spec.idealised(2), SHAPE, SIZE).under(limits).steps is None

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from pagedjax.cache import INDEXES, POLICIES, PagedManager, ReservationManager
-from pagedjax.config import SchedulerConfig
+from pagedjax.config import KV_DTYPES, CacheConfig, SchedulerConfig
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
 from pagedjax.engine.scheduler import Scheduler
 from pagedjax.engine.step import StepPlan
+from pagedjax.kernels import KVLayout
 from pagedjax.models.family_configs import read_shape
 from pagedjax.sim.cost import CostModel, HardwareSpec, Work, calibrate
+from pagedjax.sim.fleet.file import InstanceTable
 from pagedjax.sim.metrics import RequestRecord, summarize
 from pagedjax.sim.replay import Unbounded, replay
 from pagedjax.sim.requests import PlayRequests
@@ -495,6 +497,22 @@ def test_roofline_has_both_roofs() -> None:
     assert long == pytest.approx((linear + scores + 2 * model.vocab_size * model.d_model) / 100e12, rel=1e-6)
     assert cost.work(decode).flops < cost.work(prefill).flops
     assert cost.kv_blocks() > 1000 and math.isfinite(long)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_the_dtype_of_the_pool_decides_its_bytes(dtype: str) -> None:
+    """In a cost model as in an engine's pool: blocks that fit, and what is read and moved of them."""
+    model = read_shape("llama-3-8b")
+    pool = KVLayout(model.num_layers, 1, 16, model.num_kv_heads, model.head_dim, dtype)
+    wide, own = (InstanceTable(cache=CacheConfig(dtype=name)).specs()[0].cost for name in ("", dtype))
+    assert isinstance(own, CostModel) and isinstance(wide, CostModel)
+    assert own.kv_bytes_per_token * 16 == pool.num_bytes
+    ratio = wide.kv_bytes_per_token / own.kv_bytes_per_token
+    assert own.kv_blocks() == pytest.approx(ratio * wide.kv_blocks(), rel=1e-3)
+    long = 1_000_000  # the reading of KV is all of such a step
+    assert wide.decode_steps_s(8, long, 1) - wide.decode_steps_s(8, 0, 1) == pytest.approx(
+        ratio * (own.decode_steps_s(8, long, 1) - own.decode_steps_s(8, 0, 1)), rel=0.02
+    )
 
 
 def test_reading_a_shared_block_again_costs_its_share() -> None:

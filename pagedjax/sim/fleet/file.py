@@ -103,7 +103,9 @@ class InstanceTable:
         """
         one = HardwareSpec.read(self.hardware)
         hardware = one.idealised(self.devices) if self.free_links else one.times(self.devices)
-        cost = CostModel(hardware, read_shape(self.shape), self.cache.block_size).under(self.scheduler)
+        cost = CostModel(
+            hardware, read_shape(self.shape), self.cache.block_size, kv_dtype=self.cache.dtype
+        ).under(self.scheduler)
         blocks = self.cache.num_blocks or cost.kv_blocks(self.reserve)
 
         def make(log: Any) -> Any:

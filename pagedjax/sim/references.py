@@ -19,6 +19,8 @@ PEAK_BYTES = 24  # per reference, while they are loaded or counted
 FIRST, ASKED = 1, 2
 CHUNK = 1 << 14
 _MOST = 2**31 - 1
+_STRETCH = 12  # of words, as a power of two
+_WITHIN = (1 << _STRETCH) - 1
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,8 @@ def next_uses(refs: References) -> np.ndarray:
 class Ranks:
     """A set of whole numbers below `size` that says how many of it lie below each of many.
 
-    Bits in words, and sums over ranges of words that halve: neither adding nor asking grows with the size but by its
-    logarithm.
+    Bits in words; within a stretch of 4,096 words sums over ranges of words that halve; and a total of each stretch,
+    which are so few that they are summed anew for each question. So neither adding nor asking grows with the size.
 
     Source:
         Fenwick, "A new data structure for cumulative frequency tables", 1994.
@@ -277,27 +279,33 @@ class Ranks:
         self._words = np.zeros(size // 64 + 1, np.uint64)
         # Entry i: members of word i - 1 and of those before it, as many words as i's last bit says.
         self._sums = np.zeros(len(self._words) + 1, np.int32)
+        self._totals = np.zeros((len(self._words) >> _STRETCH) + 1, np.int64)
         self.count = 0
 
     def add(self, values: np.ndarray) -> None:
         """Put different new numbers in."""
-        bits = np.uint64(1) << (values & 63).astype(np.uint64)
-        np.bitwise_or.at(self._words, values >> 6, bits)
-        at = (values >> 6) + 1
+        word = values >> 6
+        np.bitwise_or.at(self._words, word, np.uint64(1) << (values & 63).astype(np.uint64))
+        np.add.at(self._totals, word >> _STRETCH, 1)
+        at = word + 1
+        at = at[(at & _WITHIN > 0) & (at < len(self._sums))]
         while len(at):
             np.add.at(self._sums, at, 1)
-            at += at & -at
-            at = at[at < len(self._sums)]
+            at = at + (at & -at)
+            at = at[(at & _WITHIN > 0) & (at < len(self._sums))]
         self.count += len(values)
 
     def below(self, values: np.ndarray) -> np.ndarray:
         """i64[n]: members below each."""
         word = values >> 6
         mask = (np.uint64(1) << (values & 63).astype(np.uint64)) - np.uint64(1)
-        found: np.ndarray = np.bitwise_count(self._words[word] & mask).astype(np.int64)
-        at = word.copy()
+        found = (np.cumsum(self._totals) - self._totals)[word >> _STRETCH]
+        found += np.bitwise_count(self._words[word] & mask)
+        # An entry at the border of two stretches is never added to: for who has nothing left to ask it holds 0.
+        at = word & _WITHIN
+        base = word - at
         while at.any():
-            found += self._sums[at]
+            found += self._sums[base + at]
             at &= at - 1
         return found
 

@@ -23,7 +23,7 @@ from pagedjax.sim.curve import (
     lru_curve,
     stack_distances,
 )
-from pagedjax.sim.references import PEAK_BYTES, References, next_uses, replay_references
+from pagedjax.sim.references import PEAK_BYTES, Ranks, References, next_uses, replay_references
 from pagedjax.sim.replay import BlockKeys, LRUStore, PolicyStore, Unbounded, chain_keys, future_of, replay
 from pagedjax.sim.synth import chat, document_questions
 from pagedjax.sim.trace import Trace, TraceRequest, open_trace
@@ -296,6 +296,18 @@ def test_curves_cover_block_sizes() -> None:
         assert [curve.hits(c) for c in CAPACITIES] == [
             replay(trace, size, LRUStore(c)).hit_blocks for c in CAPACITIES
         ]
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 64 << 12, (64 << 12) + 1, 700_000])
+def test_ranks_are_counts_of_what_lies_below(size: int) -> None:
+    rng = np.random.default_rng(size)
+    ranks, inside = Ranks(size), np.zeros(size, bool)
+    for part in np.array_split(rng.permutation(size)[: max(1, size // 3)], 3):
+        ranks.add(part)
+        inside[part] = True
+        asked = np.append(rng.integers(0, size, 300), [0, size - 1])
+        np.testing.assert_array_equal(ranks.below(asked), (np.cumsum(inside) - inside)[asked])
+    assert ranks.count == inside.sum()
 
 
 def _many(form: str, requests: int, blocks: int, different: int) -> Trace:

@@ -490,7 +490,7 @@ MUTANTS = (
     ),
     Mutant(
         "calibrate: steps of another engine count",
-        "if steps is not None and steps.differs(self.model, self.block_size, scheduler):",
+        "if steps is not None and steps.differs(self.model, self.block_size, scheduler, self.kv_dtype):",
         "if steps is None:",
         (f"{PLAY}::test_a_file_gives_the_steps_back_and_they_serve_their_engine_only",),
     ),

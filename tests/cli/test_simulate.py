@@ -311,7 +311,7 @@ def test_every_field_of_the_python_simulation_has_its_option() -> None:
     } <= options
     taken = {name.removeprefix("cache.") for name in command.callback.useful if name.startswith("cache.")}
     # Of the device, of hashes, or of who watches: no cost knows them.
-    idle = {"memory_bytes", "dtype", "hash", "event_log", "window_groups"}
+    idle = {"memory_bytes", "hash", "event_log", "window_groups"}
     assert taken == {f.name for f in fields(CacheConfig)} - idle
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -16,10 +16,12 @@ class Knowledge(Protocol):
     Attributes:
         informs: Ever believes anything.
         wants_events: The workers' cache events are to be reported.
+        by_sending: `oldest` goes by when a block was last sent.
     """
 
     informs: bool
     wants_events: bool
+    by_sending: bool
 
     def matched(self, digests: Sequence[bytes], worker: int) -> int:
         """Leading blocks believed to be there."""
@@ -29,8 +31,8 @@ class Knowledge(Protocol):
         """Blocks believed to be there."""
         ...
 
-    def oldest(self, worker: int, count: int) -> list[bytes]:
-        """The `count` blocks that would be evicted first."""
+    def oldest(self, worker: int, count: int) -> Iterable[bytes]:
+        """The `count` blocks that would be evicted first, in that order."""
         ...
 
     def joined(self, worker: int, block_size: int) -> None:
@@ -64,7 +66,7 @@ def _leading(digests: Sequence[bytes], known: OrderedDict[bytes, float] | dict[b
 class NoKnowledge:
     """Believes nothing."""
 
-    informs = wants_events = False
+    informs = wants_events = by_sending = False
 
     def matched(self, digests: Sequence[bytes], worker: int) -> int:
         return 0
@@ -72,8 +74,8 @@ class NoKnowledge:
     def size(self, worker: int) -> int:
         return 0
 
-    def oldest(self, worker: int, count: int) -> list[bytes]:
-        return []
+    def oldest(self, worker: int, count: int) -> Iterable[bytes]:
+        return ()
 
     def joined(self, worker: int, block_size: int) -> None:
         return None
@@ -103,7 +105,7 @@ class ApproximateKnowledge:
         ttl_s: Seconds after which a block that was not sent again is forgotten.
     """
 
-    informs, wants_events = True, False
+    informs, wants_events, by_sending = True, False, True
 
     def __init__(self, most_tokens: int, ttl_s: float = float("inf")) -> None:
         if most_tokens < 1:
@@ -125,8 +127,8 @@ class ApproximateKnowledge:
     def size(self, worker: int) -> int:
         return len(self._trees[worker])
 
-    def oldest(self, worker: int, count: int) -> list[bytes]:
-        return list(islice(self._trees[worker], count))
+    def oldest(self, worker: int, count: int) -> Iterable[bytes]:
+        return islice(self._trees[worker], count)
 
     def sent(self, digests: Sequence[bytes], worker: int, now: float) -> None:
         tree = self._trees[worker]
@@ -153,7 +155,7 @@ class ApproximateKnowledge:
 class ExactKnowledge:
     """Holds what the managers' events say, as of their arrival; device and host contents count alike."""
 
-    informs = wants_events = True
+    informs, wants_events, by_sending = True, True, False
 
     def __init__(self) -> None:
         self._resident: dict[int, dict[bytes, int]] = {}
@@ -164,8 +166,8 @@ class ExactKnowledge:
     def size(self, worker: int) -> int:
         return len(self._resident[worker])
 
-    def oldest(self, worker: int, count: int) -> list[bytes]:
-        return list(islice(self._resident[worker], count))
+    def oldest(self, worker: int, count: int) -> Iterable[bytes]:
+        return islice(self._resident[worker], count)
 
     def joined(self, worker: int, block_size: int) -> None:
         self._resident[worker] = {}

@@ -75,13 +75,15 @@ class Preble(Router):
     def _eviction_s(self, prompt: Prompt, worker: Worker, view: View, matched: int) -> float:
         """M: seconds to compute anew what the prompt's new blocks would push out, once per use in the window."""
         new = -(-(prompt.num_tokens - matched) // worker.block_size)
-        over = view.knowledge.size(worker.number) + new - (worker.num_blocks - 1)
-        if over <= 0:
+        known, uses = view.knowledge.size(worker.number), self._uses.get(worker.number, Counter())
+        over = known + new - (worker.num_blocks - 1)
+        # In order of sending, what the window holds comes last: as a rule nothing of it would be pushed out.
+        unused = known - len(uses) if view.knowledge.by_sending else 0
+        if over <= max(unused, 0):
             return 0.0
         token_s = self._token_s.get(worker.number)
         if token_s is None:
             token_s = self._token_s[worker.number] = worker.prefill_s(_SAMPLE_TOKENS, 0) / _SAMPLE_TOKENS
-        uses = self._uses.get(worker.number, Counter())
         # Millions of digests in an hour: looked up without a step of Python each.
         lost = sum(filter(None, map(uses.get, view.knowledge.oldest(worker.number, over))))
         return lost * worker.block_size * token_s

@@ -38,7 +38,7 @@ def _seconds(plan: StepPlan) -> float:
     return 0.2 + 0.05 * sum(row.num_tokens for row in plan.rows)
 
 
-def _spec(name: str, num_blocks: int = 30) -> InstanceSpec:
+def _spec(name: str, num_blocks: int = 18) -> InstanceSpec:
     return InstanceSpec(
         name,
         lambda log: PagedManager(num_blocks=num_blocks, block_size=BLOCK, events=log),
@@ -192,7 +192,9 @@ def test_guesses_are_forgotten_by_number_and_by_age() -> None:
     small = ApproximateKnowledge(4 * BLOCK + 3)
     small.joined(0, BLOCK)
     small.sent(digests, 0, 0.0)
-    assert small.matched(digests, 0) == 4 and list(small.oldest(0, 1)) == [digests[3]]  # tails go before heads
+    assert small.matched(digests, 0) == 4 and list(small.oldest(0, 1)) == [
+        digests[3]
+    ]  # tails go before heads
     aged = ApproximateKnowledge(400, ttl_s=10.0)
     for worker in range(2):
         aged.joined(worker, BLOCK)

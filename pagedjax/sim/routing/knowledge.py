@@ -16,7 +16,7 @@ class Knowledge(Protocol):
     Attributes:
         informs: Ever believes anything.
         wants_events: The workers' cache events are to be reported.
-        by_sending: `oldest` goes by when a block was last sent.
+        by_sending: Changes only where a prompt is sent, or by what is forgotten with time.
     """
 
     informs: bool

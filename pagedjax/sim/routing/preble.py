@@ -6,8 +6,10 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import ClassVar
 
+from pagedjax.sim.routing.knowledge import Knowledge
 from pagedjax.sim.routing.protocol import Choice, Prompt, Router, View, Worker
 
 _SAMPLE_TOKENS = 2048  # prompt from which seconds per token are taken
@@ -47,6 +49,8 @@ class Preble(Router):
         self._prefill_ns: Counter[int] = Counter()
         self._count: Counter[int] = Counter()
         self._uses: dict[int, Counter[bytes]] = {}
+        self._changes: Counter[int] = Counter()  # of a worker's uses
+        self._sums: dict[int, tuple[tuple[int, int] | None, list[int]]] = {}
         self._first: dict[int, tuple[float, bytes]] = {}  # request → when it was sent, the prefix it matched
         self._began: dict[int, float] = {}
         self._ttft: dict[tuple[bytes, int], deque[tuple[float, float]]] = {}
@@ -61,6 +65,7 @@ class Preble(Router):
             _, number, prefill_ns, digests = self._window.popleft()
             self._prefill_ns[number] -= prefill_ns
             self._count[number] -= 1
+            self._changes[number] += 1
             uses = self._uses[number]
             for digest in digests:
                 uses[digest] -= 1
@@ -75,18 +80,27 @@ class Preble(Router):
     def _eviction_s(self, prompt: Prompt, worker: Worker, view: View, matched: int) -> float:
         """M: seconds to compute anew what the prompt's new blocks would push out, once per use in the window."""
         new = -(-(prompt.num_tokens - matched) // worker.block_size)
-        known, uses = view.knowledge.size(worker.number), self._uses.get(worker.number, Counter())
-        over = known + new - (worker.num_blocks - 1)
-        # In order of sending, what the window holds comes last: as a rule nothing of it would be pushed out.
-        unused = known - len(uses) if view.knowledge.by_sending else 0
-        if over <= max(unused, 0):
+        over = view.knowledge.size(worker.number) + new - (worker.num_blocks - 1)
+        if over <= 0:
             return 0.0
         token_s = self._token_s.get(worker.number)
         if token_s is None:
             token_s = self._token_s[worker.number] = worker.prefill_s(_SAMPLE_TOKENS, 0) / _SAMPLE_TOKENS
-        # Millions of digests in an hour: looked up without a step of Python each.
-        lost = sum(filter(None, map(uses.get, view.knowledge.oldest(worker.number, over))))
-        return lost * worker.block_size * token_s
+        return self._lost_uses(worker.number, over, view.knowledge) * worker.block_size * token_s
+
+    def _lost_uses(self, number: int, count: int, knowledge: Knowledge) -> int:
+        """Uses within the window of the `count` blocks that would be evicted first.
+
+        Sums are kept until they may have changed: a request is weighed against every worker and sent to one.
+        """
+        size = knowledge.size(number)
+        state = self._changes[number], size
+        known, sums = self._sums.get(number, (None, []))
+        if known != state or not knowledge.by_sending or len(sums) < min(count, size):
+            oldest = knowledge.oldest(number, count + count // 4 + 64)
+            sums = list(accumulate(map(self._uses.get(number, Counter()).get, oldest, repeat(0))))
+            self._sums[number] = state, sums
+        return sums[min(count, len(sums)) - 1] if sums else 0
 
     # ------------------------------------------------------------- the choice
 
@@ -152,6 +166,7 @@ class Preble(Router):
         self._window.append((now, worker.number, prefill_ns, digests))
         self._prefill_ns[worker.number] += prefill_ns
         self._count[worker.number] += 1
+        self._changes[worker.number] += 1
         self._uses.setdefault(worker.number, Counter()).update(digests)
         if matched:
             self._first[prompt.number] = (now, digests[matched // worker.block_size - 1])

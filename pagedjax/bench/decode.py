@@ -187,6 +187,11 @@ def beside_peers(rows: Sequence[TableRow], files: Sequence[Path]) -> list[TableR
 
 
 def check_fits(llm: LLM, batches: Sequence[int], context: int, tokens: int) -> None:
+    """Refuse batches that would preempt: what is timed must be `batch` rows, each `context` + `tokens` tokens long.
+
+    Raises:
+        ValueError: A batch beyond max_num_seqs, or beyond what the pool holds; the setting that helps is named.
+    """
     most = llm.config.scheduler.max_num_seqs
     for batch in batches:
         if not 1 <= batch <= most:
@@ -242,6 +247,7 @@ def running(llm: LLM, batch: int, context: int, *, seed: int) -> Any:
 
 
 def timed_step(recorder: StepRecords) -> float:
+    """Seconds of one step of the engine by the wall, planning and booking included."""
     started = time.perf_counter()
     recorder.llm.engine.step()
     return time.perf_counter() - started

@@ -246,6 +246,6 @@ def common_fields(
 
 
 def rotary_fields(r: Reader, base: float = 10000.0) -> dict[str, Any]:
-    """What `rope` read, as the fields of a config."""
+    """`rope`, as the fields of a config: rope_theta and rope_scaling; `base` where the file names no theta."""
     theta, scaling = rope(r, base)
     return dict(rope_theta=theta, rope_scaling=scaling)

@@ -58,7 +58,103 @@ EXPERTS, PACKED = "models/test_experts.py", "models/test_dequantise.py"
 
 PRODUCTS = "kernels/test_products.py"
 
+SLICES, DIFFERENCES = "runtime/test_slices.py", "report/test_differences.py"
+REFERENCES = tuple(
+    f"sim/test_replay_and_curve.py::{name}"
+    for name in (
+        "test_curve_equals_replay_at_every_capacity",
+        "test_counts_of_references_equal_the_replay_by_every_definition",
+        "test_chunks_end_with_a_request",
+    )
+)
+
 MUTANTS = (
+    # ------------------------------------------------------------------ the same bits, and where runs part
+    Mutant(
+        "slices: samples drawn in a row's middle",
+        "drawn = waiting[: size - samples] if at + take == end else ()",
+        "drawn = waiting[: size - samples]",
+        (SLICES,),
+    ),
+    Mutant(
+        "slices: samples that wait are lost",
+        "at, waiting = at + take, waiting[len(drawn) :]",
+        "at, waiting = at + take, waiting[len(drawn) :] if at + take < end else ()",
+        (
+            SLICES,
+            "runtime/test_deterministic.py::test_more_samples_than_a_slice_draws_are_drawn_from_the_same_row",
+        ),
+    ),
+    Mutant(
+        "slices: more tokens than a slice has",
+        "take = min(end - at, size - tokens)",
+        "take = min(end - at, size)",
+        (SLICES,),
+    ),
+    Mutant(
+        "slices: tables of other rows",
+        "table[list(numbers)] for table",
+        "table[: len(numbers)] for table",
+        (SLICES,),
+    ),
+    Mutant(
+        "slices: scores of a piece's number",
+        "found.setdefault(one.rows[piece], [])",
+        "found.setdefault(piece, [])",
+        (SLICES,),
+    ),
+    Mutant(
+        "slices: one program for a prompt, another for a token",
+        "parts = [self._compute(one.plan, SLICE, (), scored) for one in slices]",
+        "parts = [self._compute(one.plan, self.buckets.smallest(one.plan), (), scored) for one in slices]",
+        ("runtime/test_deterministic.py::test_logits_are_those_of_the_row_alone_and_cold",),
+    ),
+    Mutant(
+        "compare: a limit ten times as wide",
+        '"float32": 2e-3, "float16"',
+        '"float32": 2e-1, "float16"',
+        (DIFFERENCES,),
+    ),
+    Mutant(
+        "compare: bfloat16 as float16", '"bfloat16": 0.5, "int8"', '"bfloat16": 0.1, "int8"', (DIFFERENCES,)
+    ),
+    Mutant(
+        "compare: eight bits as float32",
+        '"int8": 0.5, "fp8_e4m3": 0.5',
+        '"int8": 0.5, "fp8_e4m3": 2e-3',
+        (DIFFERENCES,),
+    ),
+    Mutant(
+        "compare: the finer dtype counts",
+        "limit = max(ROUNDING[name]",
+        "limit = min(ROUNDING[name]",
+        (DIFFERENCES,),
+    ),
+    # ------------------------------------------------------------------ references
+    Mutant(
+        "references: ids by place, not rank",
+        "rank[raw[at : at + CHUNK] - low] - 1",
+        "raw[at : at + CHUNK] - low",
+        REFERENCES,
+    ),
+    Mutant(
+        "references: uses of a chunk before forgotten",
+        "last[keys[ends]] = times[ends]",
+        "last[keys[ends]] = -1",
+        REFERENCES,
+    ),
+    Mutant(
+        "references: request order for touch order",
+        "if touched:\n            when = start",
+        "if False:\n            when = start",
+        REFERENCES,
+    ),
+    Mutant(
+        "hash index: the lesser neighbour alone",
+        "return [item[1] for item in children.around((wanted,))]",
+        "return [item[1] for item in children.around((wanted,))][:1]",
+        (STATEFUL, CASES),
+    ),
     # ------------------------------------------------------------------ products with weights
     Mutant("products: scales left out", "return (y * scale[None, :])", "return y", (PRODUCTS,)),
     Mutant(

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.options import Common, common_options, emit_json
+from pagedjax.cli.options import Common, common_options, emit_json, refuse_with
 from pagedjax.config import load_config
 
 if TYPE_CHECKING:
+    from pagedjax.engine.request import SamplingParams
+    from pagedjax.llm import LLM
     from pagedjax.report.differences import Difference, Told
 
 _RECORDS = (".jsonl", ".jsonl.gz")
+# Of prompts and engines, where there are records.
+_IDLE = (
+    "files",
+    "chat",
+    "max_tokens",
+    "n",
+    "temperature",
+    "seed",
+    "model",
+    "config_file",
+    "settings",
+    "checked",
+    "cache_dir",
+)
 
 
 @click.command("compare")
@@ -51,23 +68,30 @@ def command(
     Exit code 1 where something differs that rounding does not explain.
     """
     if one.endswith(_RECORDS) or other.endswith(_RECORDS):
-        return _records(common, one, other, prompts or files)
+        if prompts:
+            raise click.UsageError("PROMPTS: have no effect with two records; leave them out")
+        refuse_with(click.get_current_context(), "two records", _IDLE)
+        return _records(common, one, other)
     from pagedjax.cli.generate import jobs_of
-    from pagedjax.report.differences import compare
+    from pagedjax.engine.request import SamplingParams
+    from pagedjax.report.differences import LIKELIEST, compare
 
     jobs = jobs_of(prompts, files, chat)
     if not jobs:
         raise click.UsageError("no prompt; give one behind A and B, or --file FILE")
-    sampling = {"max_tokens": max_tokens, "n": n, "temperature": temperature, "seed": seed}
+    params = SamplingParams(
+        max_tokens=max_tokens, n=n, temperature=temperature, seed=seed, logprobs=LIKELIEST
+    )
     configs = [_settings(common, text) for text in (one, other)]
     if configs[0].config == configs[1].config:
         raise click.UsageError("A and B: are the same settings; change one of them")
-    told, dtypes = [], set()
-    for name, side in zip("AB", configs, strict=True):
+    llms = [side.llm() for side in configs]  # both, so that what one refuses is said before the other runs
+    dtypes = {dtype for llm in llms for dtype in (llm.runner.dtype, *(l.dtype for l in llm.runner.layouts))}
+    ids = _same_tokens(llms, jobs)
+    told = []
+    for name in "AB":
         common.note(f"{name}: {len(jobs)} prompts")
-        run, used = _run(side, name, jobs, sampling)
-        told.append(run)
-        dtypes |= used
+        told.append(_run(llms.pop(0), name, ids, params))
     found = list(compare(told[0], told[1], sorted(dtypes)))
     some = [difference for difference in found if difference is not None]
     if common.as_json:
@@ -94,20 +118,28 @@ def _settings(common: Common, text: str) -> Common:
     )
 
 
-def _run(
-    side: Common, name: str, jobs: list[dict[str, Any]], sampling: dict[str, Any]
-) -> tuple[Told, set[str]]:
-    """The prompts under one side's settings, all at once, in an engine of its own."""
+def _same_tokens(llms: list[LLM], jobs: list[dict[str, Any]]) -> list[list[int]]:
+    """The prompts as tokens, which must be the same under A as under B."""
     from pagedjax.cli.generate import encoded
-    from pagedjax.engine.request import SamplingParams
-    from pagedjax.report.differences import LIKELIEST, Told
+
+    ids, others = ([encoded(llm, job, {}) for job in jobs] for llm in llms)
+    for number, (one, other) in enumerate(zip(ids, others, strict=True)):
+        if one != other:
+            raise ValueError(
+                f"prompt {number}: {len(one)} tokens under A, {len(other)} others under B: runs are compared token by "
+                "token; choose models of one tokenizer and template, or --raw"
+            )
+    return ids
+
+
+def _run(llm: LLM, name: str, prompts: list[list[int]], params: SamplingParams) -> Told:
+    """The prompts in one side's engine, all at once."""
+    from pagedjax.report.differences import Told
 
     told = Told(name)
-    llm = side.llm()
     llm.engine.on_step = told.hook(llm.runner.program_of)
-    params = SamplingParams(ignore_eos=False, logprobs=LIKELIEST, **sampling)
-    told.outputs = llm.generate([encoded(llm, job, {}) for job in jobs], params)
-    return told, {layout.dtype for layout in llm.runner.layouts} | {llm.runner.dtype}
+    told.outputs = llm.generate(prompts, params)
+    return told
 
 
 def describe(difference: Difference) -> str:
@@ -136,15 +168,18 @@ def describe(difference: Difference) -> str:
     return "\n".join(lines)
 
 
-def _records(common: Common, one: str, other: str, prompts: tuple[str, ...]) -> int:
+def _records(common: Common, one: str, other: str) -> int:
     from pagedjax.report.differences import compare_records
     from pagedjax.report.replay import read_record
 
-    if prompts:
-        raise click.UsageError("PROMPTS and --file: have no effect with two records; leave them out")
     for path in (one, other):
         if not path.endswith(_RECORDS):
             raise click.UsageError(f"{path}: must be a record, as the other is; or give settings for both")
+        if not os.path.isfile(path):
+            what = "is a folder" if os.path.isdir(path) else "no such file"
+            raise click.UsageError(f"{path}: {what}; give a record, as --record FILE writes it")
+    if os.path.samefile(one, other):
+        raise click.UsageError(f"A and B: are the same file {one}; name two")
     found = compare_records(read_record(one), read_record(other))
     if common.as_json:
         emit_json({"difference": None if found is None else asdict(found)})
@@ -152,7 +187,9 @@ def _records(common: Common, one: str, other: str, prompts: tuple[str, ...]) -> 
         print("the same rows and hits in every step")
     else:
         print(f"step {found.step} is the first that differs")
-        for name, rows, hits in zip("AB", found.rows, found.hits, strict=True):
+        for name, rows, hits, ended in zip("AB", found.rows, found.hits, found.ended, strict=True):
+            if ended:
+                print(f"  {name} ends before it{': the record was cut' if ended == 'cut' else ''}")
             for request, sample, start, tokens in rows[:8]:
                 print(f"  only {name}: request {request}, sample {sample}: {tokens} tokens from {start} on")
             if len(rows) > 8:

@@ -162,56 +162,112 @@ class StepDifference:
         step: Its number.
         rows: (request, sample, first token fed, tokens) of rows that only one of them has.
         hits: Request → prompt tokens taken from the cache, of those admitted in this step.
+        ended: Of each: "" where it tells this step, "closed" where the run had ended before, "cut" where the record
+            does not say so.
     """
 
     step: int
     rows: tuple[list[tuple[str, int, int, int]], list[tuple[str, int, int, int]]]
     hits: tuple[dict[str, int], dict[str, int]]
+    ended: tuple[str, str] = ("", "")
+
+
+_Step = tuple[int, frozenset[Any], dict[str, int]]
+
+
+@dataclass
+class _Steps:
+    """A record, read to some step: the requests that it told of so far, and whether its run was closed."""
+
+    record: Record
+    requests: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def __iter__(self) -> Iterator[_Step]:
+        """(number, rows, hits) of every step, those that a frame tells together one by one."""
+        live: dict[int, list[Any]] = {}  # sequence → request, sample, next token to feed
+        for frame in self.record:
+            kind = frame["frame"]
+            try:
+                if kind == "run" and (
+                    frame.get("fleet") or frame.get("kind") not in ("measured", "simulated")
+                ):
+                    what = "a fleet" if frame.get("fleet") else repr(frame.get("kind"))
+                    raise RecordError(
+                        f"{self.record.path}: tells of {what}: must be the record of one engine's run; "
+                        "give what run, simulate or generate --record wrote"
+                    )
+                if kind == "add":
+                    self.requests[frame["id"]] = tuple(frame.get(part) for part in ("prompt", "max_new", "n"))
+                    self.new.append(frame["id"])
+                elif kind == "step":
+                    told = {}
+                    for seq, request, sample, start, tokens, _ in frame.get("rows", ()):
+                        live[seq] = [request, sample, start + tokens]
+                        told[seq] = (request, sample, start, tokens)
+                    for seq in frame.get("paused", ()):
+                        live.pop(seq, None)
+                    hits = {request: hit for request, hit, _, _ in frame.get("admitted", ())}
+                    yield frame["n"], frozenset({**_next(live, told), **told}.values()), hits
+                elif kind == "quiet":
+                    for more in range(frame["count"]):
+                        yield frame["n"] + more, frozenset(_next(live, {}).values()), {}
+                elif kind == "end":
+                    for seq in frame["seqs"]:
+                        live.pop(seq, None)
+                elif kind == "close":
+                    self.closed = True
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                if isinstance(error, RecordError):
+                    raise
+                raise RecordError(
+                    f"{self.record.path}: a {kind} frame does not follow from those before it "
+                    f"({type(error).__name__}: {error}); was the file edited?"
+                ) from None
 
 
 def compare_records(a: Record, b: Record) -> StepDifference | None:
     """The first step whose rows or hits differ; None: the records tell the same steps.
 
     Raises:
-        RecordError: A file is no record, or of a fleet or an exploration, which have no steps of one engine.
+        RecordError: A file is no record, or of a fleet or an exploration, which have no steps of one engine; or the
+            two tell of other requests.
     """
-    nothing: tuple[int, frozenset[Any], dict[str, int]] = (0, frozenset(), {})
-    for number, (left, right) in enumerate(zip_longest(_steps(a), _steps(b), fillvalue=nothing), 1):
-        if left[1:] != right[1:]:
+    sides = _Steps(a), _Steps(b)
+    nothing: _Step = (0, frozenset(), {})
+    for number, (left, right) in enumerate(zip_longest(*sides, fillvalue=nothing), 1):
+        _check_same_requests(*sides)
+        if left[1:] != right[1:] or (left is nothing) != (right is nothing):
+            if not sides[0].requests.keys() & sides[1].requests.keys() and all(s.requests for s in sides):
+                names = [", ".join(list(s.requests)[:3]) for s in sides]
+                raise RecordError(
+                    f"{a.path}, {b.path}: tell of requests {names[0]} and {names[1]}: must be runs of the same "
+                    "requests; record both from one trace or one list of prompts"
+                )
             only = sorted(left[1] - right[1]), sorted(right[1] - left[1])
-            return StepDifference(left[0] or right[0] or number, only, (left[2], right[2]))
+            ended = tuple(
+                "" if told is not nothing else "closed" if side.closed else "cut"
+                for told, side in zip((left, right), sides, strict=True)
+            )
+            return StepDifference(
+                left[0] or right[0] or number, only, (left[2], right[2]), (ended[0], ended[1])
+            )
     return None
 
 
-def _steps(record: Record) -> Iterator[tuple[int, frozenset[Any], dict[str, int]]]:
-    """(number, rows, hits) of every step, those that a frame tells together one by one."""
-    live: dict[int, list[Any]] = {}  # sequence → request, sample, next token to feed
-    for frame in record:
-        kind = frame["frame"]
-        try:
-            if kind == "run" and frame.get("kind") not in ("measured", "simulated"):
-                raise RecordError(
-                    f"{record.path}: tells of {frame.get('kind')!r}: must be the record of one engine's run"
-                )
-            if kind == "step":
-                told = {}
-                for seq, request, sample, start, tokens, _ in frame.get("rows", ()):
-                    live[seq] = [request, sample, start + tokens]
-                    told[seq] = (request, sample, start, tokens)
-                for seq in frame.get("paused", ()):
-                    live.pop(seq, None)
-                hits = {request: hit for request, hit, _, _ in frame.get("admitted", ())}
-                yield frame["n"], frozenset({**_next(live, told), **told}.values()), hits
-            elif kind == "quiet":
-                for more in range(frame["count"]):
-                    yield frame["n"] + more, frozenset(_next(live, {}).values()), {}
-            elif kind == "end":
-                for seq in frame["seqs"]:
-                    live.pop(seq, None)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+def _check_same_requests(one: _Steps, other: _Steps) -> None:
+    """Of requests told of since the last step: where both name one, it must be of the same lengths."""
+    for name in (*one.new, *other.new):
+        here, there = one.requests.get(name), other.requests.get(name)
+        if here is not None and there is not None and here != there:
+            told = [f"{prompt} + {most} tokens, {n} samples" for prompt, most, n in (here, there)]
             raise RecordError(
-                f"{record.path}: a {kind} frame does not follow from those before it ({type(error).__name__}: {error})"
-            ) from None
+                f"{one.record.path}, {other.record.path}: request {name} is of {told[0]} and of {told[1]}: must be "
+                "runs of the same requests; record both from one trace or one list of prompts"
+            )
+    one.new.clear()
+    other.new.clear()
 
 
 def _next(live: dict[int, list[Any]], told: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:

@@ -99,11 +99,15 @@ def read_frames(lines: Iterable[str], path: str | Path) -> Iterator[Frame]:
             yield frame
         else:
             if first:
-                raise RecordError(f"{path}: holds no frame; a record begins with a run frame")
+                raise RecordError(
+                    f"{path}: holds no frame: a record begins with a run frame; give what --record wrote"
+                )
             return
     except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         if first:
-            raise RecordError(f"{path}: is no record ({error})") from None
+            raise RecordError(
+                f"{path}: is no record ({error}); give what --record wrote, whole, .gz where it is packed"
+            ) from None
         return  # cut by a kill: what was whole has been told
     assert broken is not None
     raise RecordError(f"{path}:{broken[0]}: no frame of a record ({broken[1][:120]}); was the file edited?")

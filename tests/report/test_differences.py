@@ -17,7 +17,7 @@ from pagedjax.engine.request import (
     RequestOutput,
     TokenLogprob,
 )
-from pagedjax.report.differences import TokenOrigin, Told, compare, compare_records
+from pagedjax.report.differences import ROUNDING, TokenOrigin, Told, compare, compare_records
 from pagedjax.report.replay import RecordError, read_record
 
 
@@ -51,6 +51,14 @@ def test_a_near_tie_is_explained_and_a_fault_is_not() -> None:
     assert found is not None and not found.rounding
     [found] = compare(a, far, ["bfloat16", "float32"])
     assert found is not None and found.rounding
+    for swing, explained in {
+        0.05: {"float16", "bfloat16", "int8", "fp8_e4m3"},
+        0.3: {"bfloat16", "int8", "fp8_e4m3"},
+        0.8: set(),
+    }.items():
+        other = _told("b", same, {8: -1.0, 7: -1.0001 - swing, 9: -4.0})
+        told = {name: next(iter(compare(a, other, ["float32", name]))) for name in ROUNDING}
+        assert {name for name, one in told.items() if one is not None and one.rounding} == explained
     [found] = compare(a, _told("b", same, {30: -0.5, 9: -4.0}), ["float32"])
     assert found is not None and found.swing is None and not found.rounding
     assert list(compare(a, a, ["float32"])) == [None]
@@ -81,8 +89,20 @@ def test_two_settings_on_the_tiny_model(
     told = json.loads(capsys.readouterr().out)
     assert told["samples"] == 2 and all(d["rounding"] for d in told["differences"])
     assert told["configs"]["B"]["scheduler"]["chunk_tokens"] == 4
-    assert main(["compare", "seed=1", "runtime.seed=1", *prompts, *common]) == 2
-    assert "A and B: are the same settings" in capsys.readouterr().err
+    templates = [f"chat_template={tmp_path / name}" for name in ("one.jinja", "other.jinja")]
+    for name, end in (("one.jinja", "."), ("other.jinja", "!")):
+        (tmp_path / name).write_text("{{ messages[0].content }}" + end)
+    for line, said in {
+        ("seed=1", "runtime.seed=1"): "A and B: are the same settings",
+        ("", "model=nope"): "model='nope': no such file",
+        ("", "block_size=8", "--max-tokens", "0"): "max_tokens=0: must be at least 1",
+        (*templates, "--chat"): "choose models of one tokenizer",
+    }.items():
+        assert main(["compare", *line[:2], *prompts, *common, *line[2:]]) == 2
+        told = capsys.readouterr()
+        assert (
+            said in told.err and told.err.startswith("error: ") and told.err.count("\n") == 1 and not told.out
+        )
 
 
 def _record(path: Path, frames: list[dict[str, Any]]) -> Path:
@@ -106,8 +126,62 @@ def test_records_are_compared_step_by_step_however_steps_are_told(
     assert found is not None and found.step == 5 and found.rows == ([], [("r", 0, 8, 1)])
     assert main(["compare", str(a), str(longer)]) == 1
     assert "only B: request r, sample 0: 1 tokens from 8 on" in capsys.readouterr().out
-    assert main(["compare", str(a), str(a)]) == 0
-    assert main(["compare", str(a), "block_size=4"]) == 2 and main(["compare", str(a), str(a), "prompt"]) == 2
+    assert main(["compare", str(a), str(b)]) == 0
     broken = _record(tmp_path / "d.jsonl", [{"frame": "step", "n": 1, "rows": [[1, "r"]]}])
     with pytest.raises(RecordError, match="a step frame does not follow"):
         compare_records(read_record(a), read_record(broken))
+
+
+def test_records_that_cannot_be_compared_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(name: str, prompt: int) -> dict[str, Any]:
+        return {"frame": "add", "id": name, "t": 0.0, "prompt": prompt, "max_new": 4, "n": 1}
+
+    def begin(name: str, prompt: int) -> dict[str, Any]:
+        return {
+            "frame": "step",
+            "n": 1,
+            "rows": [[1, name, 0, 0, prompt, 1]],
+            "admitted": [[name, 0, 0, "end"]],
+        }
+
+    a = str(_record(tmp_path / "a.jsonl", [add("r", 5), begin("r", 5), {"frame": "close"}]))
+    folder = tmp_path / "folder.jsonl"
+    folder.mkdir()
+    empty, plain, cut = (tmp_path / name for name in ("empty.jsonl", "plain.jsonl.gz", "cut.jsonl.gz"))
+    empty.write_bytes(b"")
+    plain.write_bytes(Path(a).read_bytes())
+    cut.write_bytes(gzip.compress(Path(a).read_bytes())[:30])
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n' * 2)
+    fleet = _record(tmp_path / "fleet.jsonl", [])
+    fleet.write_text(fleet.read_text().replace('"version"', '"fleet": true, "version"'))
+    longer = _record(tmp_path / "longer.jsonl", [add("r", 6), begin("r", 6)])
+    others = _record(tmp_path / "others.jsonl", [add("s", 5), begin("s", 5)])
+    for line, said in [
+        ([a, a], "are the same file"),
+        ([a, str(tmp_path / "none.jsonl")], "none.jsonl: no such file; give a record"),
+        ([a, str(folder)], "folder.jsonl: is a folder; give a record"),
+        ([a, str(empty)], "holds no frame: a record begins with a run frame; give what --record wrote"),
+        ([a, str(trace)], "trace.jsonl:1: no frame of a record"),
+        ([a, str(plain)], "is no record (Not a gzipped file"),
+        ([str(cut), a], "is no record (Compressed file ended"),
+        ([a, str(fleet)], "tells of a fleet: must be the record of one engine's run; give"),
+        ([a, str(longer)], "request r is of 5 + 4 tokens, 1 samples and of 6 + 4 tokens"),
+        ([a, str(others)], "tell of requests r and s: must be runs of the same requests"),
+        ([a, "block_size=4"], "block_size=4: must be a record, as the other is"),
+        ([a, str(longer), "prompt"], "PROMPTS: have no effect with two records"),
+        ([a, str(longer), "--max-tokens", "3"], "--max-tokens: has no effect with two records"),
+        ([a, str(longer), "--set", "block_size=4"], "--set: has no effect with two records"),
+    ]:
+        assert main(["compare", *line]) == 2, line
+        told = capsys.readouterr()
+        assert (
+            said in told.err and told.err.startswith("error: ") and told.err.count("\n") == 1 and not told.out
+        )
+
+    short = str(_record(tmp_path / "short.jsonl", [add("r", 5)]))
+    assert main(["compare", a, short]) == 1
+    told = capsys.readouterr().out
+    assert "B ends before it: the record was cut" in told and "A ends" not in told

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.bench import rivals
+from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES
 from pagedjax.kernels import (
     IMPLEMENTATIONS,
     KVLayout,
@@ -30,6 +31,7 @@ from pagedjax.kernels import (
     plan_ragged,
 )
 from pagedjax.kernels.layout import device_class
+from pagedjax.kernels.quant import QUANTISED, quantise
 
 Progress = Callable[[str], None]
 Call = Callable[[], Any]
@@ -52,6 +54,7 @@ class Case:
         shared: Leading tokens that all rows have in the same blocks.
         block_size: B.
         table_tokens: Also measured with a table of room for so many tokens; 0 has the context's alone.
+        codes: Also measured, by every kernel but xla, with the same keys and values in pools of these kinds.
     """
 
     heads: tuple[int, int]
@@ -61,6 +64,7 @@ class Case:
     shared: int = 0
     block_size: int = 16
     table_tokens: int = 0
+    codes: tuple[str, ...] = ()
 
     @property
     def kv_floats(self) -> int:
@@ -72,12 +76,12 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 CPU_CASES = (
     *(Case((9, 3), 64, batch, 512, table_tokens=32_768 if batch == 8 else 0) for batch in (1, 8, 32)),
     Case((32, 8), 128, 8, 512, table_tokens=32_768),
-    *(Case((32, 8), 128, 8, 4096, block_size=size) for size in _BLOCK_SIZES),
+    *(Case((32, 8), 128, 8, 4096, block_size=size, codes=tuple(QUANTISED)) for size in _BLOCK_SIZES),
     Case((9, 3), 64, 32, 2048 + 128, shared=2048),
     Case((32, 8), 128, 32, 2048 + 128, shared=2048),
 )
 ACCELERATOR_CASES = (
-    *(Case((32, 8), 128, 64, 4096, block_size=size) for size in _BLOCK_SIZES),
+    *(Case((32, 8), 128, 64, 4096, block_size=size, codes=tuple(QUANTISED)) for size in _BLOCK_SIZES),
     *(Case((9, 3), 64, 64, 4096, block_size=size) for size in (16, 64)),
     Case((8, 1), 256, 64, 4096, block_size=64),
     Case((32, 8), 128, 64, 2048 + 128, shared=2048, block_size=64),
@@ -103,7 +107,7 @@ def run(
         progress: Told what is measured next, and what is left out.
 
     Returns:
-        Rows with device, dtype, heads, head_dim, batch, context, shared, block_size, implementation, ms,
+        Rows with device, dtype (of the pool), heads, head_dim, batch, context, shared, block_size, implementation, ms,
         gb_per_s, of_copy (share of the measured copy bandwidth) and of_dense (dense time over this one). The dense
         cache has no blocks, and block_size None; block sizes stand side by side where memory allows.
     """
@@ -151,11 +155,15 @@ def _measure(
     copy_gb_per_s = 2 * num_bytes / best.pop((None, "copy")) / 1e9
     rows = []
     for (block_size, name), seconds in best.items():
-        gb_per_s = num_bytes / seconds / 1e9
+        kind = next((kind for kind in shape.codes if name.endswith(_of_codes(kind))), dtype)
+        of_kind: float = num_bytes
+        if kind != dtype:
+            of_kind = shape.kv_floats * KV_BYTES[kind] * (1 + SCALE_BYTES / shape.head_dim)
+        gb_per_s = of_kind / seconds / 1e9
         rows.append(
             {
                 "device": jax.devices()[0].device_kind,
-                "dtype": dtype,
+                "dtype": kind,
                 "heads": f"{shape.heads[0]}/{shape.heads[1]}",
                 "head_dim": shape.head_dim,
                 "batch": shape.batch,
@@ -170,6 +178,11 @@ def _measure(
             }
         )
     return rows
+
+
+def _of_codes(kind: str) -> str:
+    """What the name of a candidate ends in that reads a pool of this kind."""
+    return f", {kind} KV"
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -201,6 +214,10 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     claim("xla over a dense cache", at_16, ms("dense", **usual), most=1.5)
     sizes = [t for size in _BLOCK_SIZES if size <= 128 for t in ms("xla", **usual, block_size=size)]
     claim("xla, slowest block size of 8 to 128 over fastest", sizes, sizes, most=1.2)
+    for size in _BLOCK_SIZES:
+        quick = ms(f"native{_of_codes('int8')}", **usual, block_size=size)
+        plain = ms("native", **usual, block_size=size)
+        claim(f"native, int8 KV over float32, blocks of {size}", quick, plain, most=0.75)
     for heads, head_dim in (("9/3", 64), ("32/8", 128)):
         shared = {"heads": heads, "head_dim": head_dim, "batch": 32, "context": 2048 + 128, "shared": 2048}
         text = f"xla without cascade over with, {heads}/{head_dim}"
@@ -244,16 +261,19 @@ def make_rows(case: Case, dtype: str) -> jax.Array:
     return rows.at[:, : case.shared].set(rows[0, : case.shared])
 
 
-def paged_pool(case: Case, rows: jax.Array) -> tuple[KVPool, np.ndarray]:
-    """A pool with such rows in blocks that lie anywhere, and its tables i32[S, M]."""
+def paged_pool(case: Case, rows: jax.Array, kind: str | None = None) -> tuple[KVPool, np.ndarray]:
+    """A pool with such rows in blocks that lie anywhere, quantised to a kind or not, and its tables i32[S, M]."""
     (_, K), H, B = case.heads, case.head_dim, case.block_size
     prefix, width = case.shared // B, -(-case.context // B)
     num_blocks = 1 + prefix + case.batch * (width - prefix)
     ids = np.random.default_rng(0).permutation(num_blocks - 1).astype(np.int32) + 1
     own = ids[prefix:].reshape(case.batch, -1)
     tables = np.concatenate([np.tile(ids[:prefix], (case.batch, 1)), own], axis=1)
-    layout = KVLayout(1, num_blocks, B, K, H, str(rows.dtype))
-    padded = jnp.pad(rows, ((0, 0), (0, width * B - case.context), (0, layout.width - 2 * K * H)))
+    layout = KVLayout(1, num_blocks, B, K, H, kind or str(rows.dtype))
+    if kind:  # both keys and values, and so both scales, lie side by side
+        parts = quantise(rows.reshape(-1, 2 * K, H), kind)
+        rows = jnp.concatenate([x.reshape(case.batch, case.context, -1) for x in parts], axis=-1)
+    padded = jnp.pad(rows, ((0, 0), (0, width * B - case.context), (0, layout.width - rows.shape[-1])))
     blocks = padded.reshape(case.batch, width, B, layout.width)
     pool = KVPool(jnp.zeros(layout.shape, rows.dtype).at[tables].set(blocks), layout)
     return pool, tables
@@ -285,20 +305,23 @@ def _paged(
             lambda q, pool, t: _gather_all(q, pool, t, case.context), q, pool, jnp.asarray(tables)
         ),
     }
-    plans = {"": plan()}
+    plans = {"": (pool, plan())}
     if case.shared:
-        plans[" cascade"] = plan(max_groups=1)
+        plans[" cascade"] = (pool, plan(max_groups=1))
     if case.table_tokens:
-        plans[" wide table"] = plan(room=case.table_tokens)
+        plans[" wide table"] = (pool, plan(room=case.table_tokens))
+    plans |= {_of_codes(kind): (paged_pool(case, rows, kind)[0], plan()) for kind in case.codes}
     for name in IMPLEMENTATIONS:
-        for suffix, ragged in plans.items():
+        for suffix, (of_kind, ragged) in plans.items():
+            if name == "xla" and of_kind.layout.quantised:
+                continue  # it serves, several times as slow as of float32
             label = name + suffix
             try:
                 calls[label] = _call(
                     lambda q, pool, ragged, name=name: paged_attention(
                         q, pool, 0, ragged, scale=H**-0.5, implementation=name
                     ),
-                    q, pool, ragged,
+                    q, of_kind, ragged,
                 )  # fmt: skip
             except NotImplementedError as limit:
                 tell(f"{label} left out, blocks of {B}: {limit}")

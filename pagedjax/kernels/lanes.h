@@ -38,6 +38,9 @@ inline Floats Load(const uint16_t* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+inline Floats Load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline Floats Broadcast(float x) { return _mm512_set1_ps(x); }
 inline void Store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -81,6 +84,9 @@ inline Floats Load(const uint16_t* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+inline Floats Load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline Floats Broadcast(float x) { return _mm256_set1_ps(x); }
 inline void Store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -117,6 +123,11 @@ using Longs = int32x4_t;
 
 inline Floats Load(const float* p) { return vld1q_f32(p); }
 inline Floats Load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline Floats Load(const int8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+}
 inline Floats Broadcast(float x) { return vdupq_n_f32(x); }
 inline void Store(float* p, Floats x) { vst1q_f32(p, x); }
 inline Floats Fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
@@ -147,6 +158,11 @@ inline Floats Load(const uint16_t* p) {
     const uint32_t wide = static_cast<uint32_t>(p[i]) << 16;
     std::memcpy(&out.at[i], &wide, sizeof wide);
   }
+  return out;
+}
+inline Floats Load(const int8_t* p) {
+  Floats out;
+  for (int i = 0; i < 4; ++i) out.at[i] = static_cast<float>(p[i]);
   return out;
 }
 inline Floats Broadcast(float x) { return {{x, x, x, x}}; }

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <vector>
 
+#include "elements.h"
 #include "products.h"
 #include "tiles.h"
 #include "xla/ffi/api/ffi.h"
@@ -26,23 +27,15 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+using elements::BFloat16;
+using elements::Fp8;
+using elements::Int8;
+using elements::kIsCode;
+using elements::ToFloat;
 using lanes::ExpNegative;
 
 constexpr float kNone = -1e30f;  // the maximum over no key, as in xla.py
 constexpr int kStrip = 16;       // tokens whose scores are computed before the maximum is renewed
-
-inline float ToFloat(float x) { return x; }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float ToFloat(BFloat16 x) {
-  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, sizeof out);
-  return out;
-}
 
 struct Shape {
   int64_t S, K, G, H, V, M, P, B, W;
@@ -51,6 +44,27 @@ struct Shape {
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
 };
+
+// Scores p of some keys, `count` of kStrip, to weights, in place; returns what the sums so far shrink by.
+inline float Soften(float* __restrict p, int count, float soft_cap, float* m, float* l) {
+  if (soft_cap > 0) {
+    for (int t = 0; t < count; ++t) p[t] = soft_cap * std::tanh(p[t] / soft_cap);
+  }
+  for (int t = count; t < kStrip; ++t) p[t] = kNone;
+  float top = *m;
+#pragma omp simd reduction(max : top)
+  for (int t = 0; t < kStrip; ++t) top = p[t] > top ? p[t] : top;
+  const float shrink = ExpNegative(*m - top);
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int t = 0; t < kStrip; ++t) {
+    p[t] = ExpNegative(p[t] - top);
+    sum += p[t];
+  }
+  *m = top;
+  *l = *l * shrink + sum;
+  return shrink;
+}
 
 // Up to kStrip consecutive rows against one KV head. kH, kV: lanes of key and value known at compile time, or 0.
 template <typename T, int kH, int kV>
@@ -69,21 +83,7 @@ void Strip(const T* __restrict keys, const T* __restrict values, int64_t width, 
       for (int64_t h = 0; h < H; ++h) sum += query[h] * ToFloat(key[h]);
       p[t] = sum;
     }
-    if (soft_cap > 0) {
-      for (int t = 0; t < count; ++t) p[t] = soft_cap * std::tanh(p[t] / soft_cap);
-    }
-    for (int t = count; t < kStrip; ++t) p[t] = kNone;
-    float top = m[g];
-#pragma omp simd reduction(max : top)
-    for (int t = 0; t < kStrip; ++t) top = p[t] > top ? p[t] : top;
-    const float shrink = ExpNegative(m[g] - top);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int t = 0; t < kStrip; ++t) {
-      p[t] = ExpNegative(p[t] - top);
-      sum += p[t];
-    }
-    m[g] = top;
+    const float shrink = Soften(p, count, soft_cap, m + g, l + g);
     float* __restrict out = acc + g * V;
     if constexpr (kV != 0) {
       float part[kV ? kV : 1];
@@ -100,8 +100,75 @@ void Strip(const T* __restrict keys, const T* __restrict values, int64_t width, 
         for (int64_t h = 0; h < V; ++h) out[h] += p[t] * ToFloat(value[h]);
       }
     }
-    l[g] = l[g] * shrink + sum;
   }
+}
+
+// Codes of up to kStrip rows against kG query heads of one KV head: a code becomes a float once for all of them, its
+// scale joins the scores and the weights. `heads` are [kG, H] of q and acc, [kG] of m and l.
+template <typename T, int kG>
+void CodeStrip(const T* const* rows, int count, int64_t key_at, int64_t value_at, const float* key_scale,
+               const float* value_scale, int64_t H, const float* __restrict q, float soft_cap, float* __restrict acc,
+               float* m, float* l) {
+  using lanes::Floats;
+  using lanes::Fma;
+  using lanes::kLanes;
+  constexpr int kSums = (2 * kG + 3) / 4 * 4;
+  const int64_t whole = H / kLanes * kLanes;
+  float p[kG][kStrip];
+  for (int t = 0; t < count; t += 2) {
+    const T* keys[2] = {rows[t] + key_at, rows[std::min(t + 1, count - 1)] + key_at};
+    Floats sums[kSums];
+    PAGEDJAX_UNROLL for (int i = 0; i < kSums; ++i) sums[i] = lanes::ZeroFloats();
+    for (int64_t h = 0; h < whole; h += kLanes) {
+      Floats key[2] = {elements::Load(keys[0] + h), elements::Load(keys[1] + h)};
+      PAGEDJAX_KEEP(key[0]);
+      PAGEDJAX_KEEP(key[1]);
+      PAGEDJAX_UNROLL for (int g = 0; g < kG; ++g) {
+        const Floats query = lanes::Load(q + g * H + h);
+        sums[2 * g] = Fma(query, key[0], sums[2 * g]);
+        sums[2 * g + 1] = Fma(query, key[1], sums[2 * g + 1]);
+      }
+    }
+    float out[kSums];
+    PAGEDJAX_UNROLL for (int i = 0; i < kSums; i += 4) lanes::Reduce4(sums + i, out + i);
+    for (int i = 0; i < 2 && t + i < count; ++i)
+      for (int g = 0; g < kG; ++g) {
+        float sum = out[2 * g + i];
+        for (int64_t h = whole; h < H; ++h) sum += q[g * H + h] * ToFloat(keys[i][h]);
+        p[g][t + i] = sum * key_scale[t + i];
+      }
+  }
+  float shrink[kG];
+  for (int g = 0; g < kG; ++g) {
+    shrink[g] = Soften(p[g], count, soft_cap, m + g, l + g);
+    for (int t = 0; t < count; ++t) p[g][t] *= value_scale[t];
+  }
+  constexpr int kWide = 2;
+  int64_t h = 0;
+  for (; h + kWide * kLanes <= H; h += kWide * kLanes) {
+    Floats part[kG * kWide];
+    PAGEDJAX_UNROLL for (int i = 0; i < kG * kWide; ++i)
+      part[i] = Fma(lanes::Load(acc + i / kWide * H + h + i % kWide * kLanes), lanes::Broadcast(shrink[i / kWide]),
+                    lanes::ZeroFloats());
+    for (int t = 0; t < count; ++t) {
+      const T* value = rows[t] + value_at + h;
+      Floats wide[kWide];
+      PAGEDJAX_UNROLL for (int j = 0; j < kWide; ++j) wide[j] = elements::Load(value + j * kLanes);
+      PAGEDJAX_UNROLL for (int g = 0; g < kG; ++g) {
+        const Floats weight = lanes::Broadcast(p[g][t]);
+        PAGEDJAX_UNROLL for (int j = 0; j < kWide; ++j)
+          part[g * kWide + j] = Fma(wide[j], weight, part[g * kWide + j]);
+      }
+    }
+    PAGEDJAX_UNROLL for (int i = 0; i < kG * kWide; ++i)
+      lanes::Store(acc + i / kWide * H + h + i % kWide * kLanes, part[i]);
+  }
+  for (; h < H; ++h)
+    for (int g = 0; g < kG; ++g) {
+      float sum = acc[g * H + h] * shrink[g];
+      for (int t = 0; t < count; ++t) sum += p[g][t] * ToFloat(rows[t][value_at + h]);
+      acc[g * H + h] = sum;
+    }
 }
 
 template <typename T, int kH, int kV>
@@ -119,6 +186,39 @@ void Unit(const Shape& s, const float* q, const T* layer_pool, const int32_t* ta
     if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
     return layer_pool + ((block << shift) + (pos & (s.B - 1))) * s.W;
   };
+  if constexpr (kIsCode<T>) {
+    const int64_t H = kH ? kH : s.H, all = 2 * s.K * H;
+    for (int64_t pos = begin; pos < end; pos += kStrip) {
+      const int count = static_cast<int>(std::min<int64_t>(end - pos, kStrip));
+      const T* rows[kStrip];
+      for (int t = 0; t < count; ++t) rows[t] = row_of(pos + t);
+      const int ahead = static_cast<int>(std::min<int64_t>(end - pos - count, kStrip));
+      for (int64_t k = 0; k < s.K; ++k) {
+        // Pieces of 100 bytes or so, far from each other, are no stream that a CPU would fetch ahead by itself.
+        for (int t = 0; t < ahead; ++t) {
+          const T* next = row_of(pos + kStrip + t);
+          for (int64_t at = s.W * k / s.K; at < s.W * (k + 1) / s.K; at += 64) __builtin_prefetch(next + at);
+        }
+        float scales[2][kStrip];
+        for (int t = 0; t < count; ++t)
+          for (int i = 0; i < 2; ++i) scales[i][t] = elements::Scale(rows[t], all, i * s.K + k);
+        for (int64_t g = 0; g < s.G;) {
+          const int64_t head = k * s.G + g;
+          auto some = [&](auto strip) {
+            strip(rows, count, k * H, s.value_offset + k * H, scales[0], scales[1], H, q + head * H, s.soft_cap,
+                  acc + head * H, m + head, l + head);
+          };
+          switch (s.G - g) {
+            case 1: some(CodeStrip<T, 1>), g += 1; break;
+            case 2: some(CodeStrip<T, 2>), g += 2; break;
+            case 3: some(CodeStrip<T, 3>), g += 3; break;
+            default: some(CodeStrip<T, 4>), g += 4;
+          }
+        }
+      }
+    }
+    return;
+  }
   std::vector<T> together;
   for (int64_t pos = begin; pos < end; pos += kStrip) {
     const int count = static_cast<int>(std::min<int64_t>(end - pos, kStrip));
@@ -141,7 +241,9 @@ using UnitFn = void (*)(const Shape&, const float*, const T*, const int32_t*, in
 
 template <typename T>
 UnitFn<T> ChooseUnit(int64_t key_dim, int64_t value_dim) {
-  if (key_dim == 576 && value_dim == 512) return Unit<T, 576, 512>;
+  if constexpr (!kIsCode<T>) {
+    if (key_dim == 576 && value_dim == 512) return Unit<T, 576, 512>;
+  }
   switch (key_dim == value_dim ? key_dim : 0) {
     case 32: return Unit<T, 32, 32>;
     case 64: return Unit<T, 64, 64>;
@@ -248,6 +350,22 @@ using Table = ffi::Buffer<ffi::S32, 2>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Int = ffi::Buffer<ffi::S32, 0>;
 
+// Calls work(data) with the pool's array as what its elements are; `codes`: of an array of bytes 1 is int8, 2 fp8_e4m3.
+template <typename Work>
+ffi::Error WithPool(ffi::AnyBuffer pool, int64_t codes, const Work& work) {
+  const ffi::DataType type = pool.element_type();
+  if (codes == 0 && type == ffi::F32) return work(static_cast<const float*>(pool.untyped_data()));
+  if (codes == 0 && type == ffi::BF16) return work(static_cast<const BFloat16*>(pool.untyped_data()));
+  if (codes == 1 && type == ffi::S8) return work(static_cast<const Int8*>(pool.untyped_data()));
+  if (codes == 2 && type == ffi::S8) return work(static_cast<const Fp8*>(pool.untyped_data()));
+  return ffi::Error::InvalidArgument("pool: must be float32, bfloat16, or codes of eight bits");
+}
+
+// Whether every token's row has room for its codes' scales.
+bool HasScales(int64_t K, int64_t H, int64_t W) {
+  return 2 * K * (H + static_cast<int64_t>(sizeof(float))) <= W;
+}
+
 // How many layers of so many blocks a pool [rows, B, W] holds, or 0 if it is no such pool.
 int64_t NumLayers(ffi::AnyBuffer pool, int64_t blocks) {
   const auto dims = pool.dimensions();
@@ -257,7 +375,7 @@ int64_t NumLayers(ffi::AnyBuffer pool, int64_t blocks) {
 ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int layer, Table tables,
                   Ints lens, Ints skip, Int num_rows, ffi::Result<F32x4> acc, ffi::Result<F32x3> m,
                   ffi::Result<F32x3> l, int64_t blocks, int64_t chunk, int64_t window,
-                  int64_t value_dim, int64_t value_offset, float soft_cap) {
+                  int64_t value_dim, int64_t value_offset, int64_t codes, float soft_cap) {
   const auto dims = q.dimensions();
   const auto pool_dims = pool.dimensions();
   const int64_t layers = NumLayers(pool, blocks);
@@ -265,6 +383,8 @@ ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int lay
   const Shape s{dims[0],      dims[1],      dims[2],      dims[3], value_dim, tables.dimensions()[1], blocks,
                 pool_dims[1], pool_dims[2], value_offset, chunk,   window,    soft_cap};
   const int64_t heads = s.S * s.K * s.G;
+  if (codes != 0 && (s.V != s.H || value_offset != s.K * s.H || !HasScales(s.K, s.H, s.W)))
+    return ffi::Error::InvalidArgument("pool: must hold the scales of its codes behind keys and values of equal lanes");
   if (s.K * s.H > s.W || s.V < 1 || value_offset < 0 || value_offset + s.K * s.V > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || chunk < 1)
     return ffi::Error::InvalidArgument("pool: must hold keys and values of every token in blocks of a power of two");
   if (tables.dimensions()[0] < s.S || static_cast<int64_t>(lens.element_count()) < s.S ||
@@ -279,24 +399,22 @@ ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int lay
               acc->typed_data(), m->typed_data(), l->typed_data());
     return ffi::Error::Success();
   };
-  if (pool.element_type() == ffi::F32) return run(static_cast<const float*>(pool.untyped_data()));
-  if (pool.element_type() == ffi::BF16) return run(static_cast<const BFloat16*>(pool.untyped_data()));
-  return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
+  return WithPool(pool, codes, run);
 }
 
 // Tiles of queries of rows of several tokens; their states are written over `acc`, `m` and `l`.
 ffi::Error Tiles(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int layer, Table tables, Ints lens, Ints starts,
                  Ints tile_row, Ints tile_start, Int num_tiles, F32x4 old_acc, F32x3 old_m, F32x3 old_l,
                  ffi::Result<F32x4> acc, ffi::Result<F32x3> m, ffi::Result<F32x3> l, int64_t blocks,
-                 int64_t tile_queries, int64_t window) {
+                 int64_t tile_queries, int64_t window, int64_t codes) {
   const auto dims = q.dimensions();
   const auto pool_dims = pool.dimensions();
   const int64_t layers = NumLayers(pool, blocks);
   if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
   const tiles::Shape s{dims[1], dims[2], dims[3], tables.dimensions()[1], blocks, pool_dims[1], pool_dims[2], window};
   const int64_t T = dims[0], S = tables.dimensions()[0], heads = T * s.K * s.G;
-  if (2 * s.K * s.H > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || S < 1 || tile_queries < 1)
-    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token in blocks of a power of two");
+  if (2 * s.K * s.H > s.W || (codes != 0 && !HasScales(s.K, s.H, s.W)) || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || S < 1 || tile_queries < 1)
+    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token, and their scales, in blocks of a power of two");
   if (static_cast<int64_t>(lens.element_count()) < S || static_cast<int64_t>(starts.element_count()) < S + 1 ||
       tile_start.element_count() != tile_row.element_count() ||
       static_cast<int64_t>(old_acc.element_count()) != heads * s.H ||
@@ -327,9 +445,7 @@ ffi::Error Tiles(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int laye
                 [&](int64_t i) { tiles::Work(s, units[i], q.typed_data(), data + where, state); });
     return ffi::Error::Success();
   };
-  if (pool.element_type() == ffi::F32) return run(static_cast<const float*>(pool.untyped_data()));
-  if (pool.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(pool.untyped_data()));
-  return ffi::Error::InvalidArgument("pool: must be float32 or bfloat16");
+  return WithPool(pool, codes, run);
 }
 
 // Rows kv[t] to slots[t] of one layer, in place; slots outside the layer, and layers outside the pool, are dropped.
@@ -399,7 +515,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxTiles, Tiles,
                                   .Ret<F32x3>()
                                   .Attr<int64_t>("blocks")
                                   .Attr<int64_t>("tile_queries")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("codes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxProduct, Product,
                               ffi::Ffi::Bind()
@@ -427,6 +544,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxDecode, Decode,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_dim")
                                   .Attr<int64_t>("value_offset")
+                                  .Attr<int64_t>("codes")
                                   .Attr<float>("soft_cap"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxWrite, Write,

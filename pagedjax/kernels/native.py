@@ -34,13 +34,16 @@ from pagedjax.kernels.layout import KVPool, RaggedBatch, device_class
 from pagedjax.paths import user_cache_dir
 
 _SOURCE = Path(__file__).with_name("native.cc")
-_HEADERS = tuple(_SOURCE.with_name(name) for name in ("lanes.h", "products.h", "tiles.h"))
+_HEADERS = tuple(_SOURCE.with_name(name) for name in ("elements.h", "lanes.h", "products.h", "tiles.h"))
 _TARGETS = {
     "pagedjax_decode": "PagedjaxDecode",
     "pagedjax_write": "PagedjaxWrite",
     "pagedjax_tiles": "PagedjaxTiles",
     "pagedjax_product": "PagedjaxProduct",
 }
+# What an array of bytes holds, as `native.cc` is told it.
+_CODES = {"int8": 1, "fp8_e4m3": 2}
+_SERVED = ("float32", "bfloat16", *_CODES)
 _X86 = platform.machine() in ("x86_64", "AMD64")
 # No -ffast-math: it would reorder the argument reduction of exp. Only the marked loops are reordered.
 _FLAGS = (
@@ -289,6 +292,7 @@ def _decode_items(
         window=params.window or 0,
         value_dim=layout.value_dim,
         value_offset=layout.value_offset,
+        codes=_CODES.get(layout.dtype, 0),
         soft_cap=np.float32(params.soft_cap or 0),
     )
     return acc, m, l
@@ -318,18 +322,19 @@ def _tile_items(
         blocks=pool.layout.num_blocks,
         tile_queries=ragged.tile_queries,
         window=params.window or 0,
+        codes=_CODES.get(pool.layout.dtype, 0),
     )
     return acc, m, l
 
 
 def serves(pool: KVPool) -> bool:
     """Whether `write` and `attend` can work on this pool here."""
-    return pool.data.dtype in (jnp.float32, jnp.bfloat16) and available()
+    return pool.layout.dtype in _SERVED and available()
 
 
 def _require(pool: KVPool) -> None:
-    if pool.data.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"native reads pools of float32 and bfloat16, not {pool.data.dtype}")
+    if pool.layout.dtype not in _SERVED:
+        raise NotImplementedError(f"native reads pools of {', '.join(_SERVED)}, not {pool.layout.dtype}")
     if not available():
         raise NotImplementedError(
             "native is not built for this CPU; pagedjax.kernels.native.load() builds it with a C++ compiler"

@@ -8,6 +8,7 @@
 #ifndef PAGEDJAX_TILES_H_
 #define PAGEDJAX_TILES_H_
 
+#include "elements.h"
 #include "lanes.h"
 
 #include <algorithm>
@@ -107,12 +108,13 @@ inline void Soften(float* s, int64_t rows, int64_t pos, const int32_t* at, int64
   }
 }
 
-inline void Widen(const float* from, int64_t count, float* to) { std::copy_n(from, count, to); }
-inline void Widen(const uint16_t* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t wide = static_cast<uint32_t>(from[i]) << 16;
-    std::memcpy(to + i, &wide, sizeof wide);
-  }
+template <typename T>
+inline void Widen(const T* __restrict from, int64_t count, float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = elements::ToFloat(from[i]);
+}
+template <typename T>
+inline void Widen(const T* __restrict from, int64_t count, float scale, float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = elements::ToFloat(from[i]) * scale;
 }
 
 // The arrays of a unit, one behind the other.
@@ -157,9 +159,16 @@ void Work(const Shape& s, const Unit& u, const float* q, const T* layer, const S
       }
       int64_t block = u.table[std::min(key >> shift, s.M - 1)];
       if (block < 0 || block >= s.P) block = 0;  // as everywhere: a bad id reads the null block
-      const T* row = layer + ((block << shift) + (key & (s.B - 1))) * s.W + u.head * s.H;
-      Widen(row, s.H, a.keys + t * s.H);
-      Widen(row + s.K * s.H, s.H, a.values + t * tall);
+      const T* row = layer + ((block << shift) + (key & (s.B - 1))) * s.W;
+      const T *of_key = row + u.head * s.H, *of_value = of_key + s.K * s.H;
+      if constexpr (elements::kIsCode<T>) {
+        const int64_t all = 2 * s.K * s.H;
+        Widen(of_key, s.H, elements::Scale(row, all, u.head), a.keys + t * s.H);
+        Widen(of_value, s.H, elements::Scale(row, all, s.K + u.head), a.values + t * tall);
+      } else {
+        Widen(of_key, s.H, a.keys + t * s.H);
+        Widen(of_value, s.H, a.values + t * tall);
+      }
     }
     Multiply<false>(kKeys, a.keys, s.H, 1, a.q, rows, s.H, a.s);
     const bool all_seen = pos + kKeys - 1 <= u.first && (s.window <= 0 || pos > last - s.window);

@@ -3,12 +3,19 @@
 import pytest
 
 from pagedjax.bench import kernels, rivals
+from pagedjax.kernels import native
 
 
 def test_implementations_and_rivals_agree_and_refusals_are_named():
     said = []
-    case = kernels.Case((4, 2), 32, batch=2, context=80)
+    case = kernels.Case((4, 2), 32, batch=2, context=80, codes=("int8",))
     rows = kernels.run([case], rounds=1, progress=said.append)
+    assert any(line.startswith("pallas_tpu, int8 KV left out") for line in said)
+    if native.available():
+        [plain, codes] = (row for row in rows if row["implementation"].startswith("native"))
+        assert (plain["dtype"], codes["dtype"]) == ("float32", "int8")
+        read = [row["gb_per_s"] * row["ms"] for row in (plain, codes)]
+        assert read[0] / read[1] == pytest.approx(4 * 32 / (32 + 4))
     names = [row["implementation"] for row in rows]
     assert {"dense", "gather all", "xla", "jax tpu reference", "jax gpu reference"} <= set(names)
     assert all(row["ms"] > 0 and row["of_copy"] > 0 for row in rows)
@@ -39,17 +46,19 @@ def row(case, implementation, ms, of_copy=0.5):
 
 def test_claims_are_judged_by_the_rows():
     cpu = [row(case, name, ms) for case in kernels.CPU_CASES for name, ms in
-           {"xla": 30.0, "dense": 21.0, "gather all": 150.0, "xla cascade": 12.0}.items()]  # fmt: skip
+           {"xla": 30.0, "native": 20.0, "native, int8 KV": 16.0,
+            "dense": 21.0, "gather all": 150.0, "xla cascade": 12.0}.items()]  # fmt: skip
     judged = kernels.claims(cpu)
     assert [(c["measured"], c["holds"]) for c in judged] == [
         (0.2, True),
         (30 / 21, True),
         (1.0, True),
+        *[(0.8, False)] * 6,
         (2.5, True),
         (2.5, True),
     ]
     slow = [r | {"ms": 37.0} if r["block_size"] == 128 and r["implementation"] == "xla" else r for r in cpu]
-    assert [c["holds"] for c in kernels.claims(slow)] == [True, True, False, True, True]
+    assert [c["holds"] for c in kernels.claims(slow)] == [True, True, *[False] * 7, True, True]
     gpu = [row(case, "pallas_mosaic", 1.0, 0.7) for case in kernels.ACCELERATOR_CASES]
     assert [(c["at_least"], c["holds"]) for c in kernels.claims(gpu)] == [(0.75, False), (0.65, True)]
     assert kernels.claims([]) == []

@@ -11,14 +11,17 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from judges import QUICK
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool, plan_ragged
+from pagedjax.kernels.layout import stored_fill
+from pagedjax.kernels.quant import QUANTISED
 
-# Of outputs and of log-sum-exps in 16-bit pools: their weights are rounded before they are multiplied.
+# Of outputs and of log-sum-exps worked in 16 bits: their weights are rounded before they are multiplied.
 ROUNDED = {"float32": (0.0, 0.0), "bfloat16": (4e-3, 1e-3), "float16": (5e-4, 1e-3)}
 UNIT = 2.0**-24  # what float32 rounds 1 by
 # Interprets Mosaic GPU kernels on the CPU; None in jax before 0.12.
@@ -61,6 +64,7 @@ class Step:
     params: dict[str, Any]
     tables: np.ndarray
     plan_args: dict[str, Any] = field(default_factory=dict)
+    worked_in: str = "float32"  # dtype of queries and products: a quantised pool's is theirs to choose
 
     @property
     def num_tokens(self) -> int:
@@ -80,12 +84,20 @@ class Step:
             if num and keys is not None and len(keys):
                 q = self.q[end - num : end].reshape(num, keys.shape[1], -1, keys.shape[2])
                 size = max(size, np.abs(np.einsum("tkgh,mkh->tkgm", q, keys)).max() * self.params["scale"])
-        out, lse = ROUNDED[self.pool.layout.dtype]
+        out, lse = ROUNDED[self.worked_in]
         return max(out, 8 * UNIT * size), max(lse, 8 * UNIT * size)
 
     def expected(self, oracle: ModuleType) -> tuple[np.ndarray, np.ndarray]:
         params = {**self.params}
         return oracle.attend(self.q[: self.num_tokens], self.keys, self.values, self.query_lens, **params)
+
+
+def coded(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys or values of eight bits, f32[..., H] → bytes of codes and of scales, and the numbers they stand for."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(QUANTISED[kind])
+    codes = np.round(x / scale) if kind == "int8" else x / scale
+    codes = codes.astype(np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn)
+    return codes.view(np.int8), scale.view(np.int8), codes.astype(np.float32) * scale
 
 
 def build_step(
@@ -109,6 +121,7 @@ def build_step(
     share: int | list[tuple[range, int]] = 0,
     latent: int = 0,
     scale: float | None = None,
+    worked_in: str | None = None,
     **params: Any,
 ) -> Step:
     """Random rows over randomly placed blocks, keys and values placed there by numpy.
@@ -117,6 +130,7 @@ def build_step(
         poison: Which halves of unwritten slots are NaN: "k", "v" or "kv"; the rest is 0.
         share: Leading tokens (whole blocks) that all rows have in common, in the same blocks; or a tree of them: the
             rows that share, and up to which token, the larger sets of rows first.
+        worked_in: Of a quantised pool, the dtype of queries and products; None is float32.
         latent: Not 0: values are the keys' first so many lanes, and nothing is stored beside the keys.
     """
     if dtype == "float16" and not float16_compiles():
@@ -147,8 +161,10 @@ def build_step(
         tables[row, : blocks[row]] = np.concatenate([ids[np.array(stems[row], int)], ids[used : used + num]])
         used += num
 
+    plain = (worked_in or "float32") if layout.quantised else dtype
+
     def rand(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(plain)).astype(np.float32)
 
     q = rand(T, N, H)
     prefix = rand(num_shared, B, K, H), rand(num_shared, B, K, H)
@@ -161,22 +177,27 @@ def build_step(
         ]
 
     keys, values = side(0), side(1)
-
     if latent:
         values = [k if k is None else k[..., :latent] for k in keys]
 
-    fill = np.zeros(layout.width, np.float32)
-    if "k" in poison:
-        fill[: K * H] = np.nan
-    if "v" in poison:
-        fill[K * H :] = np.nan
+    scales = 2 * K * H
+    halves = {"k": [slice(0, K * H)], "v": [slice(K * H, None)]}
+    if layout.quantised:
+        halves["k"].append(slice(scales, scales + 4 * K))
+        halves["v"] = [slice(K * H, scales), slice(scales + 4 * K, None)]
+    fill = np.zeros(layout.width, np.int8 if layout.quantised else np.float32)
+    for lanes in (lanes for half in poison for lanes in halves[half]):
+        fill[lanes] = stored_fill(layout, np.nan)
     data = np.array(np.broadcast_to(fill, layout.shape))
     for row, length in enumerate(seq_lens):
         pos = np.arange(length)
         at = layer * P + tables[row, pos // B], pos % B
-        data[at[0], at[1], : K * H] = keys[row].reshape(length, K * H)
-        if not latent:
-            data[at[0], at[1], K * H : 2 * K * H] = values[row].reshape(length, K * H)
+        heads = [keys[row]] if latent else [keys[row], values[row]]
+        if layout.quantised:
+            codes, of_heads, (keys[row], values[row]) = zip(*(coded(x, dtype) for x in heads))
+            heads = [*codes, *of_heads]
+        written = np.concatenate([x.reshape(length, np.prod(x.shape[1:], dtype=int)) for x in heads], axis=1)
+        data[at[0], at[1], : written.shape[1]] = written
 
     plan_args = dict(
         block_size=B,
@@ -188,9 +209,9 @@ def build_step(
         tile_queries=tile_queries,
     )
     ragged = plan_ragged(query_lens, seq_lens, tables, **plan_args)
-    pool = KVPool(jnp.asarray(data.astype(jnp.dtype(dtype))), layout)
+    pool = KVPool(jnp.asarray(data.astype(layout.storage)), layout)
     params["scale"] = H**-0.5 if scale is None else scale
-    return Step(q, keys, values, list(query_lens), pool, layer, ragged, params, tables, plan_args)
+    return Step(q, keys, values, list(query_lens), pool, layer, ragged, params, tables, plan_args, plain)
 
 
 @pytest.fixture(scope="session")
@@ -257,7 +278,7 @@ def attend(interpreted):
 
         sinks = [step.params.get("sinks")] if sinks is None else sinks
         sinks = [None if s is None else jnp.asarray(s, jnp.float32) for s in sinks]
-        dtype, found = jnp.dtype(step.pool.layout.dtype), []
+        dtype, found = jnp.dtype(step.worked_in), []
         with mock.patch.dict(IMPLEMENTATIONS, interpreted):
             for q, ragged in plans or [(step.q, step.ragged)]:
                 out = device(jnp.asarray(q.astype(dtype)), step.pool, ragged, sinks)

@@ -142,7 +142,7 @@ template <typename T>
 void Tiles() {
   tiles::Shape s{Draw(1, 4), Draw(1, 9), Draw(1, 140), 0, Draw(2, 30), int64_t{1} << Draw(0, 6), 0, 0};
   const int64_t queries = Draw(1, 40), before = Draw(0, 200), end = before + queries;
-  s.W = 2 * s.K * s.H + Draw(0, 9);
+  s.W = 2 * s.K * (s.H + (elements::kIsCode<T> ? 4 : 0)) + Draw(0, 9);
   s.M = (end + s.B - 1) / s.B;
   s.window = Draw(0, 1) ? Draw(1, 300) : 0;
   std::vector<T> pool(s.P * s.B * s.W);
@@ -159,7 +159,7 @@ void Tiles() {
 int main() {
   for (int i = 0; i < 40; ++i) {
     Products<float>(), Products<uint16_t>(), Products<int8_t>();
-    Tiles<float>(), Tiles<uint16_t>();
+    Tiles<float>(), Tiles<elements::BFloat16>(), Tiles<elements::Int8>(), Tiles<elements::Fp8>();
   }
   std::puts("done");
 }

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import KVLayout, KVPool, make_pool, paged_attention, plan_ragged, write_kv
+from pagedjax.kernels import KVLayout, KVPool, make_pool, native, paged_attention, plan_ragged, write_kv
 from pagedjax.kernels.blocks import copy_blocks
 from pagedjax.kernels.quant import QUANTISED, dequantise, quantise
 
 KINDS = tuple(QUANTISED)
+READERS = ["xla", "native"] if native.compiler() else ["xla"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,13 +46,17 @@ def _pool(kind: str, rng: np.random.Generator, block_size: int = 8) -> tuple[KVP
     return pool, wide
 
 
+@pytest.mark.parametrize("implementation", READERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"window": 11}, {"soft_cap": 3.0}, {"sinks": True}, {"groups": 2}, {"apart": True}],
     ids=str,
 )
-def test_attention_over_codes_is_that_over_what_they_stand_for(kind: str, options: dict[str, Any]) -> None:
+def test_attention_over_codes_is_that_over_what_they_stand_for(
+    implementation: str, kind: str, options: dict[str, Any]
+) -> None:
+    native.prepare(implementation)
     options = dict(options)
     rng = np.random.default_rng(1)
     pool, wide = _pool(kind, rng)
@@ -82,7 +87,7 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(kind: str, option
         options["sinks"] = jnp.linspace(-1, 1, 9)
     for layer in range(2):
         ours, theirs = (
-            paged_attention(q, one, layer, ragged, scale=0.2, implementation="xla", **options)
+            paged_attention(q, one, layer, ragged, scale=0.2, implementation=implementation, **options)
             for one in (pool, wide)
         )
         assert not np.isnan(ours[:total]).any() and float(jnp.abs(ours[:total]).max()) > 0.1
@@ -117,6 +122,6 @@ def test_a_pool_says_what_it_takes_and_who_reads_it() -> None:
         num_seqs_bucket=1,
         decode_bucket=1,
     )
-    for name in ("native", "pallas_tpu", "pallas_mosaic", "pallas_mma"):
+    for name in ("pallas_tpu", "pallas_mosaic", "pallas_mma"):
         with pytest.raises(NotImplementedError, match=name):
             paged_attention(jnp.zeros((1, 9, 24)), pool, 0, plan, scale=1.0, implementation=name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.cache import PagedManager
+from pagedjax.cache import CopyPlan, PagedManager
 from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Engine
 from pagedjax.engine.request import SamplingParams
@@ -50,6 +50,18 @@ class _Clocked(Recorder):
         self._timed(super().ended, *args)
 
 
+class _Marked(PagedManager):
+    """A manager that notes when each step is planned."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.planned: list[float] = []
+
+    def take_copies(self) -> CopyPlan:
+        self.planned.append(time.perf_counter())
+        return super().take_copies()
+
+
 def run(*, rounds: int = 7, sessions: int = 60, note: Note = lambda _: None) -> list[Row]:
     """Run twice a round, once with a record; which comes first alternates.
 
@@ -60,8 +72,10 @@ def run(*, rounds: int = 7, sessions: int = 60, note: Note = lambda _: None) -> 
 
     Returns:
         One row per run and kind of file: seconds without (CPU seconds of the simulation, seconds on the clock of the
-        model), ratio with to without, share of a run's seconds that the recorder's own calls took, steps, frames, bytes
-        a step. Short steps of a model differ by more than the recorder takes: there the share says more.
+        model), ratio with to without, `steps_ratio`, share of a run's seconds that the recorder's own calls took,
+        steps, frames, bytes a step. Runs differ by more than a record takes, and equal runs have equal steps:
+        `steps_ratio` is between sums over the steps of the least time on the clock that each took in all rounds, from
+        its start to the next one's. Of a real model, whose steps differ, the share says more.
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -76,20 +90,25 @@ def run(*, rounds: int = 7, sessions: int = 60, note: Note = lambda _: None) -> 
 
 
 def _row(
-    what: str, path: Path, once: Callable[[type[Recorder], Path | None], tuple[float, int]], rounds: int
+    what: str,
+    path: Path,
+    once: Callable[[type[Recorder], Path | None], tuple[float, int, list[float]]],
+    rounds: int,
 ) -> Row:
     for _ in range(
         2
     ):  # what is compiled or cached at first is no part of it, nor the shapes of cached prompts
         once(Recorder, None)
     _Clocked.spent_s = 0.0
-    clocked, _ = once(_Clocked, path)
+    clocked, *_ = once(_Clocked, path)
     ratios, least, steps = [], float("inf"), 0
+    least_steps: dict[Path | None, np.ndarray] = {}
     for number in range(rounds):
         seconds = {}
         for target in (None, path) if number % 2 else (path, None):
             gc.collect()
-            seconds[target], steps = once(Recorder, target)
+            seconds[target], steps, times = once(Recorder, target)
+            least_steps[target] = np.minimum(least_steps.get(target, np.inf), np.diff(times))
         ratios.append(seconds[path] / seconds[None])
         least = min(least, seconds[None])
     lines = path.read_bytes().count(b"\n") if path.suffix != ".gz" else None
@@ -102,21 +121,23 @@ def _row(
         "ratio": statistics.median(ratios),
         "least_ratio": min(ratios),
         "most_ratio": max(ratios),
+        "steps_ratio": float(least_steps[path].sum() / least_steps[None].sum()),
         "recorder_share": _Clocked.spent_s / clocked,
         "bytes_per_step": path.stat().st_size / steps,
     }
 
 
-def _simulated(sessions: int, kind: type[Recorder], path: Path | None) -> tuple[float, int]:
-    """CPU seconds and steps of chats on a simulated A100, up to 48 at once."""
+def _simulated(sessions: int, kind: type[Recorder], path: Path | None) -> tuple[float, int, list[float]]:
+    """CPU seconds and steps of chats on a simulated A100, up to 48 at once; times from plan to plan."""
     trace = chat(sessions, turns=4, system_tokens=200, user_tokens=60, output_tokens=120, seed=1, pause_s=1.0)
     cost = CostModel(HardwareSpec.read("a100-40gb"), read_shape("opt-13b"), 16)
-    manager = PagedManager(num_blocks=2000, block_size=16)
+    manager = _Marked(num_blocks=2000, block_size=16)
     limits = SchedulerConfig(max_num_seqs=48, token_budget=2048)
     observe = None if path is None else partial(kind, path, about={"kind": "simulated"})
-    started = time.process_time()
+    first, started = time.perf_counter(), time.process_time()
     result = simulate(trace, manager, cost, limits, max_model_len=4096, observe=observe)
-    return time.process_time() - started, result.num_steps
+    seconds = time.process_time() - started
+    return seconds, result.num_steps, [first, *manager.planned, time.perf_counter()]
 
 
 def _tiny_engine() -> Engine:
@@ -131,16 +152,18 @@ def _tiny_engine() -> Engine:
     return Engine(PagedManager(num_blocks=256, block_size=16), runner, limits, max_model_len=256)
 
 
-def _decoded(engine: Engine, kind: type[Recorder], path: Path | None) -> tuple[float, int]:
-    """Seconds and steps of 16 requests of a tiny model, whose steps are as short as real ones get."""
+def _decoded(engine: Engine, kind: type[Recorder], path: Path | None) -> tuple[float, int, list[float]]:
+    """Seconds and steps of 16 requests of a tiny model, whose steps are as short as real ones get; its times."""
     first = engine.scheduler.step
     recorder = None if path is None else kind(path, engine, {"kind": "measured"})
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     for number in range(16):
         prompt = np.random.default_rng(number).integers(0, 256, 64).tolist()
         engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True))
     while engine.has_work:
         engine.step()
+        times.append(time.perf_counter())
     if recorder is not None:
         recorder.close()
-    return time.perf_counter() - started, engine.scheduler.step - first
+    times[-1] = time.perf_counter()
+    return times[-1] - times[0], engine.scheduler.step - first, times

@@ -493,7 +493,39 @@ ffi::Error Product(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats sc
   return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
 }
 
+// y[A, O]: of assignment a row a / (A / T) of x[T, K] times group ids[a] of w[G * O, K]; zeros where there is none.
+ffi::Error Grouped(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats scale, Ints ids, ffi::Result<F32x2> y,
+                   int64_t groups) {
+  const auto dims = w.dimensions();
+  const int64_t T = x.dimensions()[0], K = x.dimensions()[1];
+  const int64_t A = y->dimensions()[0], O = y->dimensions()[1];
+  if (dims.size() != 2 || dims[1] != K || groups < 1 || dims[0] != groups * O || T < 1 || A % T ||
+      static_cast<int64_t>(ids.element_count()) != A)
+    return ffi::Error::InvalidArgument("w: must be [G*O, K] for x [T, K] and y [A, O], A a multiple of T, ids [A]");
+  auto parallel = [&](int64_t n, const auto& work) { ParallelFor(threads, n, work); };
+  auto run = [&](auto* data, const float* scales) {
+    products::Grouped(parallel, threads.num_threads(), x.typed_data(), ids.typed_data(), data, scales, y->typed_data(),
+                      A, A / T, groups, O, K);
+    return ffi::Error::Success();
+  };
+  if (w.element_type() == ffi::F32) return run(static_cast<const float*>(w.untyped_data()), nullptr);
+  if (w.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(w.untyped_data()), nullptr);
+  if (w.element_type() == ffi::S8 && static_cast<int64_t>(scale.element_count()) == dims[0])
+    return run(static_cast<const int8_t*>(w.untyped_data()), scale.typed_data());
+  return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxGrouped, Grouped,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32x2>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Ret<F32x2>()
+                                  .Attr<int64_t>("groups"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedjaxTiles, Tiles,
                               ffi::Ffi::Bind()

@@ -40,6 +40,7 @@ _TARGETS = {
     "pagedjax_write": "PagedjaxWrite",
     "pagedjax_tiles": "PagedjaxTiles",
     "pagedjax_product": "PagedjaxProduct",
+    "pagedjax_grouped": "PagedjaxGrouped",
 }
 # What an array of bytes holds, as `native.cc` is told it.
 _CODES = {"int8": 1, "fp8_e4m3": 2}

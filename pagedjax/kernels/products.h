@@ -56,6 +56,7 @@ struct Problem {
   const float* w_scale;          // [O] of int8
   float* y;                      // [T, O]
   int64_t T, O, K, stride;
+  const int32_t* to = nullptr;   // [T], rows of y that results go to; null: each to its own
 };
 
 // Bytes by which weights are asked for before they are read: rows are short, and the CPU's own guess ends with each.
@@ -106,7 +107,7 @@ inline void Tile(const Problem<W>& p, int64_t row, int64_t out, int64_t begin, i
   float flat[kSums];
   PAGEDJAX_UNROLL for (int i = 0; i < kSums; i += 4) Reduce4(sums + i, flat + i);
   PAGEDJAX_UNROLL for (int m = 0; m < M; ++m) {
-    float* y = p.y + (row + m) * p.O + out;
+    float* y = p.y + (p.to ? p.to[row + m] : row + m) * p.O + out;
     PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) {
       if constexpr (std::is_same_v<W, int8_t>) {
         y[r] = flat[m * R + r] * (p.x_scale[row + m] * p.w_scale[out + r]);
@@ -219,6 +220,68 @@ void Product(const Parallel& parallel, int64_t threads, const float* x, const W*
   // 24 is a whole number of tiles of any height; some units a thread, so that a slow one holds up little.
   const int64_t height = std::max<int64_t>(1, O / (24 * 8 * threads)) * 24;
   parallel((O + height - 1) / height, [&](int64_t i) { Unit(p, i * height, std::min(O, (i + 1) * height)); });
+}
+
+// Each assignment a has a row of x, a / per, and a group of weights, ids[a]: y[A, O] = x[a / per] w[ids[a]]^T for w
+// [groups, O, K] and w_scale [groups, O]; a row of zeros where there is no such group. Weights of the groups in use are
+// read once, the others never, and a row has the bits that Product gives it.
+template <typename W, typename Parallel>
+void Grouped(const Parallel& parallel, int64_t threads, const float* x, const int32_t* ids, const W* w,
+             const float* w_scale, float* y, int64_t A, int64_t per, int64_t groups, int64_t O, int64_t K) {
+  using X = typename Kind<W>::X;
+  constexpr int64_t kStep = Kind<W>::kStep;
+  const int64_t stride = (K + kStep - 1) / kStep * kStep;
+  auto known = [&](int64_t a) { return ids[a] >= 0 && ids[a] < groups; };
+  std::vector<int64_t> ends(groups, 0);  // of each group in the order of groups
+  for (int64_t a = 0; a < A; ++a) {
+    if (known(a)) {
+      ++ends[ids[a]];
+    } else {
+      std::memset(y + a * O, 0, O * sizeof *y);
+    }
+  }
+  int64_t total = 0, used = 0;
+  for (int64_t& end : ends) {
+    used += end > 0;
+    total += end;
+    end = total - end;
+  }
+  std::vector<int32_t> order(total);
+  for (int64_t a = 0; a < A; ++a) {
+    if (known(a)) order[ends[ids[a]]++] = static_cast<int32_t>(a);
+  }
+  std::vector<X> rows(total * stride);
+  std::vector<float> scales(std::is_same_v<W, int8_t> ? total : 0);
+  auto pack = [&](int64_t i) {
+    const float* from = x + order[i] / per * K;
+    X* row = rows.data() + i * stride;
+    if constexpr (std::is_same_v<W, int8_t>) {
+      scales[i] = Round16(from, K, stride, row);
+    } else {
+      std::memcpy(row, from, K * sizeof *from);
+    }
+  };
+  if (total * K > 1 << 18) {
+    parallel(total, pack);
+  } else {
+    for (int64_t i = 0; i < total; ++i) pack(i);
+  }
+  struct Part {
+    int64_t group, begin;
+  };
+  const int64_t height = std::max<int64_t>(1, O * used / (24 * 16 * threads)) * 24;
+  std::vector<Part> parts;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (ends[g] == (g ? ends[g - 1] : 0)) continue;
+    for (int64_t begin = 0; begin < O; begin += height) parts.push_back({g, begin});
+  }
+  parallel(static_cast<int64_t>(parts.size()), [&](int64_t i) {
+    const auto [g, begin] = parts[i];
+    const int64_t first = g ? ends[g - 1] : 0;
+    Problem<W> p{rows.data() + first * stride, scales.data() + (scales.empty() ? 0 : first), w + g * O * K,
+                 w_scale ? w_scale + g * O : nullptr, y, ends[g] - first, O, K, stride, order.data() + first};
+    Unit(p, begin, std::min(O, begin + height));
+  });
 }
 
 }  // namespace products

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pagedjax.kernels import native
 from pagedjax.kernels.layout import device_class
@@ -52,6 +53,37 @@ def product(
         return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
     y = jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
     return (y * scale[None, :]).astype(dtype or y.dtype)
+
+
+def grouped_product(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, groups: int, scale: jax.Array | None = None
+) -> jax.Array:
+    """Rows times the transposes of the weights of their groups, by the native op: those of groups in use are read once.
+
+    Args:
+        x: f32[T, K].
+        weight: f32, bf16 or int8[G * O, K], group after group.
+        ids: i32[A], the group of each assignment, A a multiple of T: the first A / T of them are row 0's, and so on.
+            Outside [0, G) stands nobody, whose row is zeros.
+        groups: G.
+        scale: f32[G * O], of int8 weights.
+
+    Returns:
+        f32[A, O]. A row has the same bits whatever else is asked for.
+
+    Raises:
+        NotImplementedError: These dtypes, or this device, cannot be served; names the limit.
+        ValueError: An int8 weight without a scale.
+    """
+    if weight.dtype == jnp.int8 and scale is None:
+        raise ValueError("weight int8 without a scale: rows of int8 weights have one each")
+    _require(x, weight)
+    shape = jax.ShapeDtypeStruct((ids.shape[0], weight.shape[0] // groups), jnp.float32)
+    scales = jnp.zeros((0,), jnp.float32) if scale is None else scale
+    out: jax.Array = jax.ffi.ffi_call("pagedjax_grouped", shape)(
+        x, weight, scales, ids, groups=np.int64(groups)
+    )
+    return out
 
 
 def prepare(setting: str) -> None:

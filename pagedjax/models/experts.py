@@ -6,7 +6,8 @@
 
 Shapes are static and no assignment is dropped; only the number of turns of the loop depends on the step. A tile's
 product has one shape wherever it stands, so a row's result does not depend on which other tokens are in the step.
-`jax.lax.ragged_dot` is the same sum; on CPU XLA computes it as E dense products (`pagedjax bench experts`).
+`jax.lax.ragged_dot` is the same sum; on CPU XLA computes it as E dense products (`pagedjax bench experts`). There the
+native products (`kernels.products`) do the sorting and the tiles in C++, in one pass over the weights in use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pagedjax.kernels.products import grouped_product
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.layers import ACTIVATION_FUNCTIONS, Linear, Mlp, matmul_t, param
 from pagedjax.models.mixture import Experts
@@ -92,14 +94,15 @@ class ExpertMlp(nnx.Module):
     def __call__(self, x: Array, num_tokens: Array | None = None) -> Array:
         """x f[T, D] → f[T, D]; of padding tokens, those from num_tokens i32[] on, only the shared part."""
         e, tokens = self.experts, x.shape[0]
-        logits = matmul_t(x, self.router.weight[...], jnp.float32)
+        logits = self.router.product(x, jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)[None, :]
         ids, weights = choose(logits, e, None if self.choice_bias is None else self.choice_bias[...])
         if num_tokens is not None:
             real = jnp.arange(tokens, dtype=jnp.int32)[:, None] < num_tokens
             ids, weights = jnp.where(real, ids, e.num_experts), jnp.where(real, weights, 0.0)
-        rows = self._products(x, ids)
+        native = self.expert_up.products == "native"
+        rows = self._native_products(x, ids) if native else self._products(x, ids)
         y = _weighted(rows, weights, ids < e.num_experts)
         if self.axis is not None:
             y = jax.lax.psum(y, self.axis)
@@ -140,6 +143,16 @@ class ExpertMlp(nnx.Module):
         out = jax.lax.fori_loop(0, num_tiles, tile, empty)
         place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32))
         return out[place].reshape(tokens, k, width)
+
+    def _native_products(self, x: Array, ids: Array) -> Array:
+        """As `_products`, in one pass over the weights of the experts in use; of nobody finite numbers stand there."""
+        (tokens, k), groups, of = ids.shape, self.experts.num_experts, ids.reshape(-1)
+        hidden = grouped_product(x, self.expert_up.weight[...], of, groups)
+        if self.expert_up.bias is not None:
+            biases = self.expert_up.bias[...].astype(jnp.float32).reshape(groups, -1)
+            hidden = hidden + biases[jnp.minimum(of, groups - 1)]
+        done = grouped_product(self._activate(hidden), self.expert_down.weight[...], of, groups)
+        return done.reshape(tokens, k, -1)
 
     def _activate(self, hidden: Array) -> Array:
         gate, up = jnp.split(hidden, 2, axis=-1)

@@ -50,9 +50,10 @@ frames carry the `command` that they come from. Replaying the frames gives the m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json.encoder import encode_basestring_ascii as _quoted
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,12 @@ from pagedjax.report.replay import VERSION, Record, RecordError, Replay, read_re
 __all__ = ["Record", "RecordError", "RecordFile", "Recorder", "Replay", "read_record", "replay"]
 
 _Lists = tuple[list[int], ...]  # a sequence's table in each group
-# A frame that waits: how its line begins, when it began and ended (None: not told), what follows, and how many events
-# and digests there were up to it.
-_Held = tuple[str, float | None, float | None, str, int, int]
+# A frame that waits: how its line begins, a number that comes next (None: none), when it began and ended (None: not
+# told), what follows, and how many events and digests there were up to it.
+_Held = tuple[str, int | None, float | None, float | None, str, int, int]
 _MOST_HELD = 64  # frames that a kill may cost
+_END = ";"  # of a frame's events, among those of many
+_sequence_of = itemgetter(0)  # a row's
 
 
 class RecordFile:
@@ -164,10 +167,12 @@ class Recorder:
         self._owners: dict[int, str] = {}  # sequence with a table → its request
         self._admitted: dict[str, int] = {}  # request id → preemptions when it was last seen to run
         self._preemptions = 0
-        # Of each row of the step before whose request goes on, its sequence, and the position behind what it fed.
+        # Of each row of the step before that drew one token, if its request goes on: its sequence, and the position
+        # behind what it fed, so many tokens behind the one noted as `_on` says. Of the other rows `_fed` has it.
         self._seqs: list[Seq] = []
         self._ends: list[int] = []
-        self._drew = True  # each of these rows drew one token
+        self._on = 0
+        self._fed: dict[int, int] = {}
         self._stepped = False
         self._held: list[_Held] = []  # frames to be written together
         self._mark = self._filled = 0  # events and digests told up to the last of them
@@ -177,6 +182,7 @@ class Recorder:
         self._branched = 0  # requests of several samples or beams that have not ended
         self._zero = engine.now if instance is None else 0.0  # times are seconds since the record began
         self._tag = "" if instance is None else f',"i":{instance}'
+        self._step_head = f'{{"frame":"step"{self._tag},"n":'
         self._own = not isinstance(path, RecordFile)
         if isinstance(path, RecordFile):
             self._file = path
@@ -204,35 +210,33 @@ class Recorder:
         rest = (
             f',"prompt":{request.num_prompt_tokens},"max_new":{request.sampling.max_tokens},"n":{many}{text}'
         )
-        self._held.append((head, request.arrival - self._zero, None, rest, self._mark, self._filled))
+        self._held.append((head, None, request.arrival - self._zero, None, rest, self._mark, self._filled))
 
     def stepped(self, plan: StepPlan[Seq], result: StepResult, started_s: float, ended_s: float) -> None:
         """A step is booked."""
-        rows, known = plan.rows, self._seqs
-        columns = list(zip(*rows)) or [(), ()]
-        seqs: list[Seq] = list(columns[0])
-        starts: list[int] = list(columns[1])
-        same = len(known)
-        parts: list[str] = []
-        # Most rows go on where they stopped: these are compared as a whole. Rows of one token come first in a plan,
-        # and whoever drew a token draws one for each that it feeds.
+        rows, known, parts = plan.rows, self._seqs, list[str]()
+        same, preempted = len(known), self._scheduler.num_preemptions != self._preemptions
+        # Whoever drew a token and was neither preempted nor ended feeds that token now, alone, and draws one. Rows of
+        # one token come first in a plan: where there are as many as drew, they are the same.
         if (
-            self._drew
-            and not self._branched
-            and (seqs == known if len(seqs) == same else seqs[:same] == known)
-            and (starts == self._ends if len(starts) == same else starts[:same] == self._ends)
-            and (not same or rows[same - 1][2] == 1)
+            len(rows) < same
+            or (same and rows[same - 1][2] != 1)
+            or preempted
+            or self._branched
+            or (len(rows) > same and list(map(_sequence_of, rows[:same])) != known)
         ):
-            self._ends = [start + 1 for start in starts]
-            if len(rows) > same:
-                self._rows(rows, same, {}, parts)
+            before = {seq.seq_id: end + self._on for seq, end in zip(known, self._ends)} | self._fed
+            self._seqs, self._ends, self._on, self._fed = [], [], 0, {}
+            self._rows(rows, before, parts)
         else:
-            self._rows(rows, 0, {seq.seq_id: end for seq, end in zip(known, self._ends)}, parts)
-        self._seqs = seqs
+            self._on += 1
+            if len(rows) > same or self._fed:
+                before, self._fed = self._fed, {}
+                self._rows(rows[same:], before, parts)
         left: list[int] = []
-        if self._lost or self._scheduler.num_preemptions != self._preemptions:
+        if preempted or self._lost:
             left = self._preempted(parts)
-        if plan.copies:
+        if plan.copies.batches:
             parts.append(f',"copies":{_copies(plan)}')
         if result.copy_s:
             parts.append(f',"copy_s":{result.copy_s!r}')
@@ -246,34 +250,33 @@ class Recorder:
         if left:
             parts.append(f',"gone":{left}')
         self._stepped = True
-        self._moved(f'{{"frame":"step"{self._tag},"n":{plan.step}', started_s, ended_s, "".join(parts))
+        self._moved(self._step_head, plan.step, started_s, ended_s, "".join(parts) if parts else "")
 
-    def _moved(self, head: str, started_s: float, ended_s: float, rest: str) -> None:
+    def _moved(self, head: str, number: int | None, started_s: float, ended_s: float, rest: str) -> None:
         """Note a frame that moves time."""
         began = None if started_s == self._last_s else started_s - self._zero
         self._last_s = ended_s
-        self._held.append((head, began, ended_s - self._zero, rest, self._mark, self._filled))
+        self._held.append((head, number, began, ended_s - self._zero, rest, self._mark, self._filled))
         if len(self._held) >= _MOST_HELD:
             self.flush()
 
-    def _rows(self, told: Sequence[Row[Seq]], first: int, before: dict[int, int], parts: list[str]) -> None:
-        """Tell rows from the first on that do more than go on, who is admitted, who of those before paused."""
+    def _rows(self, told: Sequence[Row[Seq]], before: dict[int, int], parts: list[str]) -> None:
+        """Tell rows that do more than go on, who is admitted, who of those before paused."""
         rows: list[str] = []
         admitted: list[str] = []
-        drew = True
-        del self._ends[first:]
-        for number in range(first, len(told)):
-            seq, start, num_tokens, samples = told[number]
+        for seq, start, num_tokens, samples in told:
             seq_id = seq.seq_id
-            self._ends.append(start + num_tokens)
-            drew = drew and len(samples) == 1
+            if len(samples) == 1:
+                self._seqs.append(seq)
+                self._ends.append(start + num_tokens - self._on)
+            else:
+                self._fed[seq_id] = start + num_tokens
             if before.pop(seq_id, None) == start and num_tokens == 1 and len(samples) == 1:
                 continue
             name = _quoted(seq.request.request_id)
             if self._admitted.get(seq.request.request_id) != seq.request.num_preemptions:
                 admitted.append(self._admission(seq.request, name, start))
             rows.append(f"[{seq_id},{name},{seq.index},{start},{num_tokens},{len(samples)}]")
-        self._drew = drew
         if admitted:
             parts.append(f',"admitted":[{",".join(admitted)}]')
         if rows:
@@ -283,8 +286,9 @@ class Recorder:
 
     def quiet(self, first_step: int, count: int, started_s: float, ended_s: float) -> None:
         """Steps in which every running sequence got its next token, and nothing else happened."""
-        self._ends = [end + count for end in self._ends]
-        self._moved(f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count}', started_s, ended_s, "")
+        self._on += count
+        head = f'{{"frame":"quiet"{self._tag},"n":{first_step},"count":{count}'
+        self._moved(head, None, started_s, ended_s, "")
 
     def ended(self, request: Request, output: RequestOutput, now: float) -> None:
         """A request ended, in a step or between two."""
@@ -294,6 +298,7 @@ class Recorder:
             if seq in self._seqs:
                 at = self._seqs.index(seq)
                 del self._seqs[at], self._ends[at]
+            self._fed.pop(seq.seq_id, None)
         self._admitted.pop(request.request_id, None)
         self._gone.pop(request.request_id, None)
         self._branched -= request.sampling.num_sequences > 1
@@ -307,19 +312,24 @@ class Recorder:
             f'"cached":{output.num_cached_tokens},"copies":{output.num_copies},"seqs":{seqs}'
         )
         head = f'{{"frame":"end"{self._tag},"id":{_quoted(request.request_id)}'
-        self._held.append((head, now - self._zero, None, rest, self._mark, self._filled))
+        self._held.append((head, None, now - self._zero, None, rest, self._mark, self._filled))
 
     def flush(self) -> None:
         """Write the frames that wait."""
-        changes, told, known, lines = self._changes, 0, 0, []
-        for head, began, ended, rest, mark, filled in self._held:
+        changes, told, known, lines = self._changes, 0, 0, list[str]()
+        events: Iterator[str] = iter(())
+        if changes is not None:
+            events = _events_of(changes.events, [held[5] for held in self._held])
+        for head, number, began, ended, rest, mark, filled in self._held:
+            if number is not None:
+                head = f"{head}{number}"
             # Of nanoseconds: all 17 digits take longer than the rest of the line.
             if began is not None:
-                head += f',"t":{began:.9f}'
+                head = f'{head},"t":{began:.9f}'
             if ended is not None:
-                head += f',"e":{ended:.9f}'
+                head = f'{head},"e":{ended:.9f}'
             if changes is not None and mark > told:
-                rest += _events(changes.events[told:mark], changes.digests[known:filled])
+                rest = f"{rest}{_told(next(events), changes.digests[known:filled])}"
                 told, known = mark, filled
             lines.append(f"{head}{rest}}}\n")
         if changes is not None:
@@ -404,7 +414,8 @@ class Recorder:
         parts = [f'{{"frame":"close"{self._tag}']
         if self._paged is not None and self._changes is not None:
             if self._changes.events:
-                parts.append(_events(self._changes.events, self._changes.digests))
+                (events,) = _events_of(self._changes.events, [len(self._changes.events)])
+                parts.append(_told(events, self._changes.digests))
             state = self._paged.snapshot()
             queue = [group["free_queue"] for group in state["groups"]]
             stats = json.dumps(asdict(state["stats"]), separators=(",", ":"), allow_nan=False)
@@ -433,9 +444,26 @@ def _trimmed(table: list[int]) -> list[int]:
     return table[:end]
 
 
-def _events(events: list[Any], digests: list[bytes]) -> str:
-    """A frame's fields; the names of events need no escapes."""
-    told = f',"events":{events!r}'.replace("'", '"').replace(", ", ",")
+def _events_of(events: list[Any], marks: Iterable[int]) -> Iterator[str]:
+    """The events of each frame that has any, as JSON: made in one go, the names of events need no escapes.
+
+    Args:
+        events: Of all frames.
+        marks: Of each frame, how many there were up to it.
+    """
+    told, many = 0, list[Any]()
+    for mark in marks:
+        if mark != told:
+            many += events[told:mark]
+            many.append(_END)
+            told = mark
+    text = repr(many)[1:-1].replace("'", '"').replace(", ", ",")
+    return iter(f"{text},".split(f',"{_END}",')[:-1])
+
+
+def _told(events: str, digests: list[bytes]) -> str:
+    """A frame's fields of events."""
+    told = f',"events":[{events}]'
     return f'{told},"digests":"{",".join(map(bytes.hex, digests))}"' if digests else told
 
 

@@ -143,7 +143,8 @@ class JaxRunner:
         self._table_width = -(-max_model_len // self.block_size)
         self._compiled: set[tuple[Bucket, bool]] = set()
         dtype = jax.tree.leaves(params)[0].dtype
-        self.products = choose_products(products, dtype, place.devices, beside=_beside_linear(model))
+        beside = _beside_linear(model, dtype)
+        self.products = choose_products(products, dtype, place.devices, beside=beside)
         graphdef = make_decoder(model, dtype, place.cut, self.products)
         sizes = plan_sizes(self.layout, model.num_heads, tuning)
         shapes: dict[str, Any] = {
@@ -491,11 +492,12 @@ def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(some) if some else None
 
 
-def _beside_linear(model: ModelConfig) -> str:
-    """What of a model multiplies with weights other than through `Linear`."""
-    if model.experts is not None:
-        return "a model with experts"
-    return "latent attention" if model.latent is not None else ""
+def _beside_linear(model: ModelConfig, dtype: np.dtype) -> str:
+    """What of a model multiplies with weights other than by the products of `pagedjax.kernels.products`."""
+    if model.latent is not None:
+        return "latent attention"
+    # A router of 8 bits would choose other experts.
+    return "a model with experts" if model.experts is not None and dtype == np.int8 else ""
 
 
 def _windows(model: ModelConfig, layouts: tuple[KVLayout, ...]) -> tuple[tuple[int | None, ...], ...]:

@@ -16,5 +16,7 @@ def test_every_number_of_tokens_is_measured_beside_its_bound(monkeypatch):
     ]
     assert [row["experts_used"] for row in rows if row["routing"] == "alike"] == [2, 2]
     for row in rows:
-        assert np.isclose(row["ratio"], row["layer_s"] / row["dense_s"])
+        dense = min(row["dense_s"], row.get("dense_xla_s", np.inf))
+        assert np.isclose(row["ratio"], row["layer_s"] / dense)
+        assert (row["products"] == "native") == ("layer_xla_s" in row)
         assert ("ragged_dot_s" in row) == (row["tokens"] <= 8)

@@ -80,10 +80,34 @@ def test_what_is_not_finite_stays_in_its_row(op, kind, bad):
     assert (op(np.zeros_like(x), weight) == 0).all()
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("outputs", "depth", "groups", "each"), [(100, 37, 5, 3), (25, 1536, 6, 2), (48, 64, 40, 8)]
+)
+def test_grouped_products_are_the_rows_of_each_groups_own(op, kind, outputs, depth, groups, each):
+    """Bit for bit; groups of many rows, of one and of none, all rows in one, and numbers of no group."""
+    x, (weight, scale), _ = draw(groups * outputs, depth, kind)
+    every = op(x, (weight, scale)).reshape(-1, groups, outputs)
+    rng = np.random.default_rng(each)
+    for rows in (1, 8, 70):
+        drawn = rng.integers(-1, groups + 1, rows * each)
+        for ids in (drawn, np.full_like(drawn, groups - 1), np.full_like(drawn, groups)):
+            got = products.grouped_product(
+                jnp.asarray(x[:rows]), weight, jnp.asarray(ids, jnp.int32), groups, scale
+            )
+            known = (ids >= 0) & (ids < groups)
+            row = np.arange(rows * each) // each
+            want = np.where(known[:, None], every[row, np.where(known, ids, 0)], 0.0)
+            np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_refusals_name_the_limit(monkeypatch):
     x = jnp.ones((2, 4))
     with pytest.raises(ValueError, match="int8 without a scale"):
         products.product(x, jnp.ones((3, 4), jnp.int8))
+    with pytest.raises(ValueError, match="int8 without a scale"):
+        products.grouped_product(x, jnp.ones((3, 4), jnp.int8), jnp.zeros(4, jnp.int32), 3)
     for setting, dtype, options, part in (
         ("native", "float16", {}, "float32, bfloat16 and int8, not float16"),
         ("native", "float32", {"devices": 2}, "2 devices work a step together"),
@@ -136,6 +160,12 @@ void Products() {
   for (auto& v : x) v = static_cast<float>(Draw(-999, 999)) / 100;
   for (auto& v : w) v = static_cast<W>(Draw(-127, 127));
   products::Product(Alone(), Draw(1, 4), x.data(), w.data(), scale.data(), y.data(), T, O, K);
+  const int64_t groups = Draw(1, O), each = O / groups, per = Draw(1, 3);  // the rest of the weights is nobody's
+  std::vector<float> out(T * per * each);
+  std::vector<int32_t> ids(T * per);
+  for (auto& id : ids) id = static_cast<int32_t>(Draw(-1, groups));
+  products::Grouped(Alone(), Draw(1, 4), x.data(), ids.data(), w.data(), scale.data(), out.data(), T * per, per, groups,
+                    each, K);
 }
 
 template <typename T>

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 from judges import QUICK, choose_experts, expert_mlp
 
+from pagedjax.kernels import native, products
 from pagedjax.models.config import ModelConfig, ModelError
 from pagedjax.models.experts import ExpertMlp, choose, tile_rows
+from pagedjax.models.layers import Linear
 from pagedjax.models.mixture import Experts
 from pagedjax.testing import tiny_config, tiny_params
 
@@ -70,18 +72,34 @@ CASES = {
 }
 
 
-def _layer(config: ModelConfig, seed: int = 0, options=QUICK):
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler here")
+)
+
+
+@pytest.fixture(params=["xla", NATIVE])
+def made(request):
+    """Who multiplies."""
+    products.prepare(request.param)
+    return request.param
+
+
+def _layer(config: ModelConfig, seed: int = 0, options=QUICK, made="xla"):
     """(the compiled layer, its parameters) of a model of one layer."""
     params = tiny_params(replace(config, num_layers=1), seed)["layer_00"]["mlp"]
-    graph, _ = nnx.split(ExpertMlp(config, jnp.dtype("float32")))
+    layer = ExpertMlp(config, jnp.dtype("float32"))
+    for _, module in nnx.iter_graph(layer):
+        if isinstance(module, Linear):
+            module.products = made
+    graph, _ = nnx.split(layer)
     return jax.jit(lambda p, x, n: nnx.merge(graph, p)(x, n), compiler_options=options), params
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_the_slow_ones_whoever_is_chosen(name):
+def test_products_are_the_slow_ones_whoever_is_chosen(name, made):
     """Random choices; one expert for all tokens; all experts by turns; and fewer real tokens than entries."""
     config = tiny_config(**CASES[name])
-    layer, params = _layer(config)
+    layer, params = _layer(config, made=made)
     e, rng = config.experts, np.random.default_rng(1)
     for tokens in (1, 24) if name == "gated" else (24,):
         x = rng.standard_normal((tokens, config.d_model)).astype(np.float32)
@@ -105,9 +123,9 @@ def _wide(tree):
     return {k: _wide(v) if isinstance(v, dict) else v.astype(np.float64) for k, v in tree.items()}
 
 
-def test_a_row_is_bitwise_the_same_whatever_stands_beside_it():
+def test_a_row_is_bitwise_the_same_whatever_stands_beside_it(made):
     config = tiny_config(experts=Experts(6, 2, 20))
-    layer, params = _layer(config, options=None)  # as users compile it
+    layer, params = _layer(config, options=None, made=made)  # as users compile it
     rng = np.random.default_rng(2)
     x = rng.standard_normal((40, config.d_model)).astype(np.float32)
     alone = np.asarray(layer(params, jnp.asarray(x), jnp.int32(40)))
@@ -119,10 +137,10 @@ def test_a_row_is_bitwise_the_same_whatever_stands_beside_it():
         np.testing.assert_array_equal(moved[kept], alone[order][kept])
 
 
-def test_padding_reaches_no_expert():
+def test_padding_reaches_no_expert(made):
     """Not even where it is NaN, or would fill up every tile: the loop turns once for each expert in use."""
     config = tiny_config(experts=Experts(6, 2, 20))
-    layer, params = _layer(config)
+    layer, params = _layer(config, made=made)
     x = np.random.default_rng(3).standard_normal((8, config.d_model)).astype(np.float32)
     want = np.asarray(layer(params, jnp.asarray(x), jnp.int32(3)))[:3]
     x[3:] = np.nan

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parity
 
 GOLDENS = Path(__file__).resolve().parent.parent / "models" / "families.json"
 PROMPT, STEPS, VOCAB = 24, 32, 96
-LONG, CLOSE = 64, 2e-5  # steps and distance of families with experts or latent attention
+LONG, CLOSE = 64, 2e-5  # steps of families with experts or latent attention; distance of all
 
 _COMMON = dict(
     vocab_size=VOCAB,
@@ -380,7 +380,7 @@ def test_goldens_are_what_transformers_says_now(torch, goldens, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prefill_chunks_decode_and_batches_equal_transformers(torch, name, tmp_path):
-    """Alone and in a ragged batch; every row within 1e-4 of its largest logit (experts 2e-5), greedy tokens equal."""
+    """Alone and in a ragged batch; every row within 2e-5 of its largest logit, greedy tokens equal."""
     from judges import PagedModel
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models
@@ -403,7 +403,7 @@ def test_prefill_chunks_decode_and_batches_equal_transformers(torch, name, tmp_p
         rest = other[model.lens["t"] :][: 5 if i < PROMPT + 3 else 1]
         parts.append(model.feed({"s": ids[i : i + 1]} | ({"t": rest} if rest else {}))["s"])
     for got in (alone, np.concatenate(parts)):
-        limit = (CLOSE if name in EXPERTS else 1e-4) * np.abs(want).max(axis=-1)
+        limit = CLOSE * np.abs(want).max(axis=-1)
         assert (np.abs(got - want).max(axis=-1) <= limit).all()
         assert got[PROMPT - 1 : -1].argmax(-1).tolist() == ids[PROMPT:]
 

@@ -16,6 +16,8 @@
 namespace lanes {
 
 #define PAGEDJAX_UNROLL _Pragma("GCC unroll 64")
+#define PAGEDJAX_INLINE inline __attribute__((always_inline))
+#define PAGEDJAX_INLINED __attribute__((always_inline))  // of a lambda
 // GCC would load a value again for each of the instructions that take it.
 #if defined(__x86_64__) && defined(__AVX2__) && !defined(__clang__)
 #define PAGEDJAX_KEEP(value) asm("" : "+v"(value))

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace products {
@@ -59,51 +60,74 @@ struct Problem {
   const int32_t* to = nullptr;   // [T], rows of y that results go to; null: each to its own
 };
 
-// Bytes by which weights are asked for before they are read: rows are short, and the CPU's own guess ends with each.
-// Of one row of x and float32 the guess is quicker.
+// Bytes by which weights are asked for, into the second cache, before they are read: rows are short, and the CPU's own
+// guess ends with each. Of one row of x and float32 the guess is quicker.
 constexpr uintptr_t kAhead = 16384;
 
+// f(0) to f(N - 1), numbers that are known when compiled: arrays so indexed stay in registers, without copies in memory.
+template <typename F, int... I>
+PAGEDJAX_INLINE void Each(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F>
+PAGEDJAX_INLINE void Repeat(const F& f) {
+  Each(f, std::make_integer_sequence<int, N>());
+}
+
 template <typename W, int M, int R>
-inline void Step(const W* w, int64_t w_pitch, const typename Kind<W>::X* x, int64_t x_pitch,
-                 typename Kind<W>::Sum (&acc)[M * R]) {
+PAGEDJAX_INLINE void Step(const W* w, int64_t w_pitch, const typename Kind<W>::X* x, int64_t x_pitch,
+                          typename Kind<W>::Sum (&acc)[M * R]) {
   using K = Kind<W>;
   decltype(K::Read(w)) column[R];
-  PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) {
+  Repeat<R>([&](auto r) PAGEDJAX_INLINED {
     column[r] = K::Read(w + r * w_pitch);
-    if constexpr (M > 1 || sizeof(W) < sizeof(float))
-      __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(w + r * w_pitch) + kAhead));
-  }
-  PAGEDJAX_UNROLL for (int m = 0; m < M; ++m) {
+    PAGEDJAX_KEEP(column[r]);
+  });
+  Repeat<M>([&](auto m) PAGEDJAX_INLINED {
     auto value = K::Read(x + m * x_pitch);
     PAGEDJAX_KEEP(value);
-    PAGEDJAX_UNROLL for (int r = 0; r < R; ++r) acc[m * R + r] = K::Add(column[r], value, acc[m * R + r]);
-  }
+    Repeat<R>([&](auto r) PAGEDJAX_INLINED { acc[m * R + r] = K::Add(column[r], value, acc[m * R + r]); });
+  });
 }
 
 // Steps begin to end of a tile; the first one starts from nothing and the others from `carry`, where all but the
-// last leave their sums.
+// last leave their sums. Of `turns` tiles, one or two, of the same rows of W this is number `turn`: each asks for its part of the
+// bytes ahead, so that memory is not idle in between.
 template <typename W, int M, int R>
-inline void Tile(const Problem<W>& p, int64_t row, int64_t out, int64_t begin, int64_t end,
-                 typename Kind<W>::Sum* carry) {
+void Tile(const Problem<W>& p, int64_t row, int64_t out, int64_t begin, int64_t end, typename Kind<W>::Sum* carry,
+          int turn, int turns) {
   using K = Kind<W>;
   constexpr int kSums = (M * R + 3) / 4 * 4;
+  constexpr bool kAsk = M > 1 || sizeof(W) < sizeof(float);
+  constexpr int64_t kBytes = R * K::kStep * sizeof(W);  // of a step
   const auto* __restrict x = p.x + row * p.stride;
   const W* __restrict w = p.w + out * p.K;
   typename K::Sum acc[M * R];
-  PAGEDJAX_UNROLL for (int i = 0; i < M * R; ++i) acc[i] = begin ? carry[i] : K::Zero();
+  if (begin) {
+    Repeat<M * R>([&](auto i) PAGEDJAX_INLINED { acc[i] = carry[i]; });
+  } else {
+    Repeat<M * R>([&](auto i) PAGEDJAX_INLINED { acc[i] = K::Zero(); });
+  }
   const int64_t whole = std::min(end, p.K / K::kStep * K::kStep);
-  for (int64_t k = begin; k < whole; k += K::kStep) Step<W, M, R>(w + k, p.K, x + k, p.stride, acc);
+  const int64_t bytes = R * std::max<int64_t>(whole - begin, 0) * static_cast<int64_t>(sizeof(W));
+  uintptr_t ahead = reinterpret_cast<uintptr_t>(w) + R * begin * sizeof(W) + kAhead + (turn ? bytes / 2 : 0);
+  for (int64_t k = begin; k < whole; k += K::kStep) {
+    if (kAsk) __builtin_prefetch(reinterpret_cast<const void*>(ahead), 0, 2);
+    if (kAsk && kBytes > 64 && turns == 1) __builtin_prefetch(reinterpret_cast<const void*>(ahead + 64), 0, 2);
+    ahead += kBytes >> (turns - 1);
+    Step<W, M, R>(w + k, p.K, x + k, p.stride, acc);
+  }
   if (whole < end) {  // the last step of each row, where K is no whole number of them
     W rest[R][K::kStep] = {};
     for (int r = 0; r < R; ++r) std::memcpy(rest[r], w + r * p.K + whole, (p.K - whole) * sizeof(W));
     Step<W, M, R>(rest[0], K::kStep, x + whole, p.stride, acc);
   }
   if (end < p.stride) {
-    PAGEDJAX_UNROLL for (int i = 0; i < M * R; ++i) carry[i] = acc[i];
+    Repeat<M * R>([&](auto i) PAGEDJAX_INLINED { carry[i] = acc[i]; });
     return;
   }
   Floats sums[kSums];
-  PAGEDJAX_UNROLL for (int i = 0; i < kSums; ++i) sums[i] = i < M * R ? K::Done(acc[i < M * R ? i : 0]) : ZeroFloats();
+  Repeat<kSums>([&](auto i) PAGEDJAX_INLINED { sums[i] = i < M * R ? K::Done(acc[i < M * R ? i : 0]) : ZeroFloats(); });
   float flat[kSums];
   PAGEDJAX_UNROLL for (int i = 0; i < kSums; i += 4) Reduce4(sums + i, flat + i);
   PAGEDJAX_UNROLL for (int m = 0; m < M; ++m) {
@@ -118,52 +142,69 @@ inline void Tile(const Problem<W>& p, int64_t row, int64_t out, int64_t begin, i
   }
 }
 
-// Rows of W beside M rows of x whose accumulators fit the registers.
-template <int M>
+// Rows of x of a tile at most, and rows of W beside M of them whose accumulators fit the registers: sums of 16-bit
+// products need one of their own before they are added.
+constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
+template <typename W, int M>
 constexpr int WeightRows() {
   if (kRegisters == 32) return M <= 2 ? 8 : M <= 4 ? 6 : M <= 6 ? 4 : 3;
-  return M <= 2 ? 4 : 3;
+  return M <= 2 ? 4 : sizeof(W) == 1 ? 2 : 3;
 }
-constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
-
-// Depth of a pass over a unit: kTileRows rows of x of so many steps stay in the first cache beside what streams by.
+// Rows of x that meet some rows of W before the next are read: these come from memory once, then from the first cache.
+constexpr int kBlockRows = 8;
+static_assert(kBlockRows <= 2 * kTileRows);
+// Depth of a pass over a unit: kBlockRows rows of x of so many bytes stay in the first cache beside what streams by.
 constexpr int64_t kPassBytes = 3072;
 
+template <typename W, int M, int R>
+void TileOf(const Problem<W>& p, int64_t row, int rows, int64_t out, int64_t begin, int64_t end,
+            typename Kind<W>::Sum* carry, int turn, int turns) {
+  if constexpr (M > 1) {
+    if (rows < M) return TileOf<W, M - 1, R>(p, row, rows, out, begin, end, carry, turn, turns);
+  }
+  Tile<W, M, R>(p, row, out, begin, end, carry, turn, turns);
+}
+
+// Outputs begin to end of rows row to row + count - 1, M at a time.
 template <typename W, int M>
-void Rows(const Problem<W>& p, int64_t row, int64_t begin, int64_t end) {
+void Rows(const Problem<W>& p, int64_t row, int count, int64_t begin, int64_t end) {
   using Sum = typename Kind<W>::Sum;
-  constexpr int R = WeightRows<M>();
+  constexpr int R = WeightRows<W, M>();
   constexpr int64_t kPass = kPassBytes / sizeof(typename Kind<W>::X) / Kind<W>::kStep * Kind<W>::kStep;
   const int64_t tiles = (end - begin) / R;
   const bool one = p.stride <= kPass + kPass / 2;
   const int64_t pass = one ? p.stride : kPass;
+  const int turns = (count + M - 1) / M;
   static thread_local std::vector<char> held;
   Sum* carry = nullptr;
   if (!one) {
-    held.resize((tiles * M * R + M * R) * sizeof(Sum) + 64);
+    held.resize((tiles + 1) * turns * M * R * sizeof(Sum) + 64);
     carry = reinterpret_cast<Sum*>((reinterpret_cast<uintptr_t>(held.data()) + 63) / 64 * 64);
   }
   for (int64_t from = 0; from < p.stride; from += pass) {
     const int64_t to = std::min(from + pass, p.stride);
-    for (int64_t i = 0; i < tiles; ++i) Tile<W, M, R>(p, row, begin + i * R, from, to, one ? nullptr : carry + i * M * R);
+    for (int64_t i = 0; i < tiles; ++i)
+      for (int turn = 0; turn < turns; ++turn)
+        TileOf<W, M, R>(p, row + turn * M, std::min(M, count - turn * M), begin + i * R, from, to,
+                        one ? nullptr : carry + (i * turns + turn) * M * R, turn, turns);
   }
-  for (int64_t out = begin + tiles * R; out < end; ++out) Tile<W, M, 1>(p, row, out, 0, p.stride, nullptr);
+  for (int64_t out = begin + tiles * R; out < end; ++out)
+    for (int turn = 0; turn < turns; ++turn)
+      TileOf<W, M, 1>(p, row + turn * M, std::min(M, count - turn * M), out, 0, p.stride, nullptr, turn, turns);
 }
 
 // Outputs begin to end of all rows of x.
 template <typename W>
 void Unit(const Problem<W>& p, int64_t begin, int64_t end) {
-  int64_t row = 0;
-  for (; row + kTileRows <= p.T; row += kTileRows) Rows<W, kTileRows>(p, row, begin, end);
-  switch (p.T - row) {
-    case 1: return Rows<W, 1>(p, row, begin, end);
-    case 2: return Rows<W, 2>(p, row, begin, end);
-    case 3: return Rows<W, 3>(p, row, begin, end);
-    case 4: if constexpr (kTileRows > 4) return Rows<W, 4>(p, row, begin, end); break;
-    case 5: if constexpr (kTileRows > 4) return Rows<W, 5>(p, row, begin, end); break;
-    case 6: if constexpr (kTileRows > 4) return Rows<W, 6>(p, row, begin, end); break;
-    case 7: if constexpr (kTileRows > 4) return Rows<W, 7>(p, row, begin, end); break;
-    default: break;
+  for (int64_t row = 0; row < p.T; row += kBlockRows) {
+    const int count = static_cast<int>(std::min<int64_t>(p.T - row, kBlockRows));
+    if (count <= 2) {
+      Rows<W, 2>(p, row, count, begin, end);
+    } else if (count <= 4) {
+      Rows<W, 4>(p, row, count, begin, end);
+    } else {
+      Rows<W, kTileRows>(p, row, count, begin, end);
+    }
   }
 }
 

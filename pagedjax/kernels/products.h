@@ -81,7 +81,7 @@ PAGEDJAX_INLINE void Step(const W* w, int64_t w_pitch, const typename Kind<W>::X
   decltype(K::Read(w)) column[R];
   Repeat<R>([&](auto r) PAGEDJAX_INLINED {
     column[r] = K::Read(w + r * w_pitch);
-    PAGEDJAX_KEEP(column[r]);
+    if constexpr (M > 1) PAGEDJAX_KEEP(column[r]);
   });
   Repeat<M>([&](auto m) PAGEDJAX_INLINED {
     auto value = K::Read(x + m * x_pitch);
@@ -148,7 +148,8 @@ constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
 template <typename W, int M>
 constexpr int WeightRows() {
   if (kRegisters == 32) return M <= 2 ? 8 : M <= 4 ? 6 : M <= 6 ? 4 : 3;
-  return M <= 2 ? 4 : sizeof(W) == 1 ? 2 : 3;
+  if (M <= 2) return M == 1 && sizeof(W) == sizeof(float) ? 8 : 4;
+  return sizeof(W) == 1 ? 2 : 3;
 }
 // Rows of x that meet some rows of W before the next are read: these come from memory once, then from the first cache.
 constexpr int kBlockRows = 8;
@@ -198,7 +199,9 @@ template <typename W>
 void Unit(const Problem<W>& p, int64_t begin, int64_t end) {
   for (int64_t row = 0; row < p.T; row += kBlockRows) {
     const int count = static_cast<int>(std::min<int64_t>(p.T - row, kBlockRows));
-    if (count <= 2) {
+    if (count == 1) {
+      Rows<W, 1>(p, row, count, begin, end);
+    } else if (count == 2) {
       Rows<W, 2>(p, row, count, begin, end);
     } else if (count <= 4) {
       Rows<W, 4>(p, row, count, begin, end);

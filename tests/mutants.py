@@ -164,6 +164,24 @@ MUTANTS = (
         (PRODUCTS,),
     ),
     Mutant(
+        "products: a second tile of the same weights takes the first one's rows of x",
+        "TileOf<W, M, R>(p, row + turn * M, std::min",
+        "TileOf<W, M, R>(p, row, std::min",
+        (PRODUCTS,),
+    ),
+    Mutant(
+        "products: a pass over deep rows forgets the sums of the one before",
+        "PAGEDJAX_INLINED { acc[i] = carry[i]; }",
+        "PAGEDJAX_INLINED { acc[i] = K::Zero(); }",
+        (PRODUCTS,),
+    ),
+    Mutant(
+        "products: one scale of int8 rows of x for all of a tile",
+        "(p.x_scale[row + m] * p.w_scale[out + r])",
+        "(p.x_scale[row] * p.w_scale[out + r])",
+        (PRODUCTS,),
+    ),
+    Mutant(
         "int8: steps of half the size",
         "initial=0.0).astype(np.float32) / np.float32(127)",
         "initial=0.0).astype(np.float32) / np.float32(63)",
@@ -600,7 +618,8 @@ def place(mutant: Mutant, package: Path = PACKAGE) -> tuple[Path, int]:
         ValueError: It does not stand exactly once in the package.
     """
     found = []
-    for path in sorted(package.rglob("*.py")):
+    sources = (path for path in package.rglob("*") if path.suffix in (".py", ".h", ".cc"))
+    for path in sorted(sources):
         text = path.read_text(encoding="utf-8")
         at = text.find(mutant.old)
         while at >= 0:

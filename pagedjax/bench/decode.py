@@ -33,6 +33,7 @@ from pagedjax.models.decoder import Decoder, layer_name
 
 if TYPE_CHECKING:
     from pagedjax.engine import StepRecord
+    from pagedjax.kernels import KVLayout
     from pagedjax.llm import LLM
 
 from pagedjax.lab.claims import TableRow
@@ -259,10 +260,7 @@ def _measure_batch(
     dense = DenseLoop(llm, batch, context + tokens + 2)
     products = _Products(llm, batch)
     prefill_s, step_s, dense_s, products_s, floor_s, peak_s = [], [], [], [], [], []
-    layouts = llm.runner.layouts
-    kv_bytes = (
-        batch * context * sum(2 * l.num_layers * l.kv_width * jnp.dtype(l.dtype).itemsize for l in layouts)
-    )
+    kv_bytes = batch * context * _kv_bytes_per_token(llm.runner.layouts)
     flops = 2 * batch * _matrix_entries(llm.runner.params)
     hosts: list[np.ndarray] = []
     for round_ in range(rounds):
@@ -301,6 +299,11 @@ def _measure_batch(
         "commit µs/row": host[3],
         "host µs/row": host[0] + host[1] + host[3],
     }
+
+
+def _kv_bytes_per_token(layouts: Sequence[KVLayout]) -> int:
+    """What a decode step reads of a token in all layers: lanes in use, as they are stored."""
+    return sum(l.num_layers * l.used_width * jnp.dtype(l.storage).itemsize for l in layouts)
 
 
 def _host_seconds(record: StepRecord) -> tuple[float, float, float, float]:

@@ -26,7 +26,10 @@ CASES = {
             (((9, 3), 64), ((32, 8), 128), ((8, 1), 256)), (16, 64)
         )
     ),
-    "gpu": tuple(Case((32, 8), 128, 64, 4096, block_size=size) for size in (16, 64)),
+    "gpu": tuple(
+        Case(heads, head_dim, 64, 4096, block_size=size)
+        for (heads, head_dim), size in itertools.product((((32, 8), 128), ((8, 1), 256)), (16, 64))
+    ),
 }
 
 
@@ -58,7 +61,19 @@ TRIALS = {
         Trial("pallas_tpu", "chunk_tokens", (128, 256, 512, 1024, 2048), "pallas_tpu"),
         Trial("pallas_tpu", "tile_queries", (32, 64, 128, 256), "pallas_tpu", prompt=True),
     ),
-    "gpu": (Trial("plan", "chunk_tokens", (128, 256, 512, 1024)),),
+    "gpu": (
+        Trial("plan", "chunk_tokens", (128, 256, 512, 1024)),
+        *(
+            Trial(kernel, size, values, kernel, prompt)
+            for kernel in ("pallas_mosaic", "pallas_mma")
+            for size, values, prompt in (
+                ("decode_stages", (1, 2, 3, 4), False),
+                ("prefill_stages", (1, 2, 3, 4), True),
+                ("programs", (1, 2, 3, 4), False),
+            )
+        ),
+        Trial("pallas_mma", "value_keys", (16, 32, 64), "pallas_mma", prompt=True),
+    ),
 }
 
 

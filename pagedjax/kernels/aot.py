@@ -26,9 +26,10 @@ from jax.experimental.layout import Format, Layout
 
 from pagedjax.kernels import pallas_mma, pallas_mosaic
 from pagedjax.kernels.api import write_and_attend
+from pagedjax.kernels.gpu_programs import GpuTiling
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch
 from pagedjax.kernels.plan import plan_ragged
-from pagedjax.kernels.tuning import PACKAGED, Tuning
+from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
 
 @dataclass(frozen=True)
@@ -524,12 +525,22 @@ def compile_attention(target: str, geometry: Geometry, **params: Any) -> Compile
     kernel = TARGETS[target].kernel if target in TARGETS else ""
     fn, args = attention_step(layout, geometry.num_heads, implementation=kernel, **params)
     compiled = compile(str(geometry), target, fn, args, donate=(0,), pool_bytes=layout.num_bytes)
+    if target not in GPUS:
+        return compiled
+    tiling = gpu_tiling(target, geometry, params.get("tuning", PACKAGED))
     if kernel == "pallas_mma":
-        shared = pallas_mma.shared_memory_bytes(layout, GPUS[target].compute_capability)
-        return replace(compiled, kernel_bytes=shared)
-    if kernel == "pallas_mosaic":
-        return replace(compiled, kernel_bytes=pallas_mosaic.shared_memory_bytes(layout))
-    return compiled
+        shared = pallas_mma.shared_memory_bytes(layout, GPUS[target].compute_capability, tiling)
+    else:
+        shared = pallas_mosaic.shared_memory_bytes(layout, tiling)
+    return replace(compiled, kernel_bytes=shared)
+
+
+def gpu_tiling(target: str, geometry: Geometry, tuning: Tuning = PACKAGED) -> GpuTiling:
+    """What the tuning table gives the kernel of a GPU."""
+    g = geometry
+    heads = heads_of(g.num_heads, g.num_kv_heads, g.head_dim)
+    call = {"device": GPUS[target].kind, "heads": heads, "dtype": g.dtype, "block_size": g.block_size}
+    return GpuTiling(**tuning.sizes(TARGETS[target].kernel, **call))
 
 
 def attention_step(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -23,15 +24,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import xla
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, Entry, GpuShape
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, Entry, GpuShape, device_programs
 from pagedjax.kernels.layout import KVPool
 from pagedjax.kernels.xla import NEG
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 lacks much of it, and is refused by `gpu_rows.check`
 
 
-# Of shared memory, bytes that Mosaic takes to add up across warps, and barriers.
-RESERVED = (2 << 10) + 256
+_ACROSS_WARPS = 2 << 10  # bytes of shared memory that sums across warps go through
+_BARRIERS = 256
+_OF_A_PROGRAM = 1 << 10  # that CUDA takes of a multiprocessor's for each
+
+
+@dataclass(frozen=True)
+class GpuTiling:
+    """Sizes of a kernel's pieces, of the tuning table.
+
+    Attributes:
+        decode_stages: Key tiles side by side of decode parts; fewer where shared memory has no room.
+        prefill_stages: The same of prefill and of shared prefixes.
+        programs: That a multiprocessor works side by side.
+        value_keys: Keys of a tile whose values are in registers at once, where they come as a product's operand.
+    """
+
+    decode_stages: int
+    prefill_stages: int
+    programs: int
+    value_keys: int = KEYS
+
+    def fitting_stages(self, shape: GpuShape, products: Products, room: int) -> int:
+        """Key tiles side by side of a program, at least one.
+
+        Args:
+            room: Bytes of shared memory.
+        """
+        most = self.decode_stages if shape.parts else self.prefill_stages
+
+        def fits(stages: int) -> bool:
+            return shared_bytes(shape, jnp.float16, products.with_stages(stages)) <= room
+
+        return next((stages for stages in range(most, 1, -1) if fits(stages)), 1)
 
 
 class Products(Protocol):
@@ -50,6 +82,9 @@ class Products(Protocol):
 
     def stages(self, shape: GpuShape) -> tuple[int, int]:
         """Tiles of keys, and of values, side by side: as many of both by cp.async."""
+
+    def with_stages(self, stages: int) -> Products:
+        """These with so many, whether they fit or not."""
 
     def tile_lanes(self, keys: int, head_dim: int) -> int:
         """Lanes of a swizzled tile of keys or values that come so many at a time."""
@@ -120,11 +155,13 @@ def run(
         layout.block_size, K, H, rows.shape[1], G, tokens or 1, tokens is None,
         params.scale, params.window, params.soft_cap, sinks is not None, exact,
     )  # fmt: skip
-    if (bytes_ := shared_bytes(shape, dtype, products)) > products.shared_memory - RESERVED:
+    if (bytes_ := shared_bytes(shape, dtype, products)) > products.shared_memory:
         raise NotImplementedError(
             f"{bytes_} bytes of shared memory: must be at most {products.shared_memory}"
         )
-    items = W * K
+    # One that has no room would only begin where another ends.
+    resident = (products.shared_memory + _OF_A_PROGRAM) // (bytes_ + _OF_A_PROGRAM)
+    programs, items = min(programs, device_programs(resident)), W * K
     f32 = jnp.float32
     kind = f32 if shape.parts or exact else dtype
     out = jax.ShapeDtypeStruct((W, K, G, H) if shape.parts else q.shape, kind)
@@ -138,7 +175,7 @@ def run(
         scratch_types=_scratch(shape, dtype, products),
         compiler_params=dataclasses.replace(
             # Layouts stand in the program: their inference knows neither `mma` nor layouts of a token's slab.
-            plgpu.CompilerParams(approx_math=True),
+            plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_across_warps(shape)),
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret or None,
@@ -165,7 +202,7 @@ def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
 
 
 def shared_bytes(shape: GpuShape, dtype: Any, products: Products) -> int:
-    """Shared memory of one program, barriers and what Mosaic reserves left out."""
+    """Shared memory of one program."""
 
     def size(ref: Any) -> int:
         if isinstance(ref, (list, tuple)):
@@ -174,7 +211,12 @@ def shared_bytes(shape: GpuShape, dtype: Any, products: Products) -> int:
             return max(size(x) for x in ref.refs)
         return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
-    return size(_scratch(shape, dtype, products)[:3])
+    return size(_scratch(shape, dtype, products)[:3]) + _across_warps(shape) + _BARRIERS
+
+
+def _across_warps(shape: GpuShape) -> int:
+    """Bytes for maxima and sums over keys, which lie in one warp where queries are rows."""
+    return _ACROSS_WARPS if shape.narrow else 0
 
 
 def _warpgroup_barrier() -> None:

@@ -92,9 +92,9 @@ class GpuShape:
         return min(self.block_size, KEYS)
 
 
-def device_programs() -> int:
-    """Programs that keep the GPU that is traced for busy: two per multiprocessor, of an H100 where none is told."""
-    return 2 * (num_multiprocessors() or 132)
+def device_programs(each: int) -> int:
+    """Programs of the GPU that is traced for, so many on every multiprocessor; of an H100 where none is told."""
+    return each * (num_multiprocessors() or 132)
 
 
 def widest_shapes(layout: KVLayout) -> tuple[GpuShape, GpuShape]:

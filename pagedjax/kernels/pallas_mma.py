@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import load, store, tiled
+from pagedjax.kernels.gpu_programs import GpuTiling, load, store, tiled
 from pagedjax.kernels.gpu_rows import (
     KEYS,
     ROWS,
@@ -52,7 +53,7 @@ def attend(
     """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
 
     Args:
-        programs: That work side by side; None are two per multiprocessor.
+        programs: That work side by side; None are the tuning table's, for every multiprocessor.
         interpret: `plgpu.InterpretGPUParams()` runs the TMA form on the CPU, for tests; the interpreter needs a rule
             for `mma`, which the tests give it.
 
@@ -64,10 +65,12 @@ def attend(
     chip = _chip(interpret)
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "mma rounds float32")
     params = xla.Params(scale, window, soft_cap)
-    products = _Mma(*chip)
+    tiling = GpuTiling(**ragged.sizes("pallas_mma", pool.layout, q.shape[1]))
+    products = _Mma(*chip, tiling)
     products.tile_lanes(min(pool.layout.block_size, KEYS), pool.layout.head_dim)  # or refuses
     kernel = functools.partial(gpu_programs.run, products=products, interpret=interpret)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs or device_programs())
+    programs = programs or device_programs(tiling.programs)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs)
 
 
 def _chip(interpret: Any) -> tuple[bool, int]:
@@ -96,21 +99,24 @@ class _Mma:
     Attributes:
         tma: The chip has it.
         shared_memory: Bytes that a program may take.
-        most_stages: Key tiles side by side; None follows from shared memory.
+        tiling: Sizes of the pieces.
+        given_stages: Key tiles side by side; None takes the tiling's, as far as they fit.
     """
 
     tma: bool
     shared_memory: int
-    most_stages: int | None = None
+    tiling: GpuTiling
+    given_stages: int | None = None
 
     def layout(self, dtype: Any) -> Any:
         return plgpu.Layout.MMA_ACC(dtype)
 
     def stages(self, shape: GpuShape) -> tuple[int, int]:
-        """Two of each, or one where shared memory has no room for more."""
-        two = replace(self, most_stages=2)
-        most = self.most_stages or (2 if two.shared_bytes(shape) <= self.shared_memory else 1)
-        return most, most
+        stages = self.given_stages or self.tiling.fitting_stages(shape, self, self.shared_memory)
+        return stages, stages
+
+    def with_stages(self, stages: int) -> _Mma:
+        return replace(self, given_stages=stages)
 
     def ahead(self, shape: GpuShape) -> bool:
         return False
@@ -118,14 +124,10 @@ class _Mma:
     def scores_beside(self, queries: Any, keys: Any, work: Any) -> tuple[Any, Any]:
         raise NotImplementedError("mma is synchronous")
 
-    def shared_bytes(self, shape: GpuShape) -> int:
-        """Shared memory of one program, with the 2 KiB that Mosaic reserves to add up across warps."""
-        return gpu_programs.shared_bytes(shape, jnp.float16, self) + gpu_programs.RESERVED
-
     def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
         if shape.narrow:
             return plgpu.SMEM((2, KEYS, shape.queries), dtype)
-        return tiled(64, (2, ROWS, KEYS), dtype)
+        return tiled(self.tiling.value_keys, (2, ROWS, KEYS), dtype)
 
     def operands(self, shape: GpuShape, dtype: Any) -> list[Any]:
         return []
@@ -152,7 +154,8 @@ class _Mma:
     def queries(self, staged: Any, operands: Any, shape: GpuShape) -> Any:
         if shape.narrow:
             return load(staged.T, plgpu.Layout.MMA_RHS(staged.dtype))
-        return load(staged, plgpu.Layout.MMA_LHS(staged.dtype))
+        layout = plgpu.Layout.MMA_LHS(staged.dtype)
+        return load(staged, layout)
 
     def scores(self, queries: Any, keys: Any, shape: GpuShape) -> Any:
         dtype = keys.dtype
@@ -170,10 +173,14 @@ class _Mma:
         left, right = plgpu.Layout.MMA_LHS(values.dtype), plgpu.Layout.MMA_RHS(values.dtype)
         if shape.narrow:
             return plgpu.mma(acc, load(values.T, left), load(p, right))
-        return plgpu.mma(acc, load(p, left), load(values, right))
+        # Every warp has all of a product's values in registers, beside the queries and the accumulator.
+        for first in range(0, KEYS, self.tiling.value_keys):
+            keys = pl.ds(first, self.tiling.value_keys)
+            acc = plgpu.mma(acc, load(p.at[:, keys], left), load(values.at[keys], right))
+        return acc
 
 
-def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int]) -> int:
+def shared_memory_bytes(layout: KVLayout, capability: tuple[int, int], tiling: GpuTiling) -> int:
     """Shared memory that one program takes at most on such a GPU."""
-    products = _Mma(*_of_capability(capability))
-    return max(products.shared_bytes(shape) for shape in widest_shapes(layout))
+    products = _Mma(*_of_capability(capability), tiling)
+    return max(gpu_programs.shared_bytes(shape, jnp.float16, products) for shape in widest_shapes(layout))

@@ -8,7 +8,7 @@ through shared memory.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import load, slab, store, tiled
+from pagedjax.kernels.gpu_programs import GpuTiling, load, slab, store, tiled
 from pagedjax.kernels.gpu_rows import KEYS, GpuShape, attend_rows, check, device_programs, widest_shapes
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
@@ -41,7 +41,7 @@ def attend(
     """(o f[T, N, H], lse f32[T, N]) of `paged_attention`.
 
     Args:
-        programs: That work side by side; None are two per multiprocessor.
+        programs: That work side by side; None are the tuning table's, for every multiprocessor.
         in_registers: Probabilities of prefill go from product to product in registers, not through shared memory;
             neither judged on a GPU nor interpreted (jax 0.12's interpreter takes no operand in registers).
         interpret: `plgpu.InterpretGPUParams()` runs it on the CPU, for tests (jax 0.12 and later).
@@ -56,8 +56,11 @@ def attend(
         )
     check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "wgmma rounds float32")
     params = xla.Params(scale, window, soft_cap)
-    kernel = functools.partial(gpu_programs.run, products=_Wgmma(in_registers), interpret=interpret)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs or device_programs())
+    tiling = GpuTiling(**ragged.sizes("pallas_mosaic", pool.layout, q.shape[1]))
+    products = _Wgmma(tiling, in_registers)
+    kernel = functools.partial(gpu_programs.run, products=products, interpret=interpret)
+    programs = programs or device_programs(tiling.programs)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs)
 
 
 def attend_in_registers(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
@@ -70,10 +73,14 @@ class _Wgmma:
     """Products of a warpgroup, both operands in shared memory.
 
     Attributes:
+        tiling: Sizes of the pieces.
         in_registers: But for probabilities, where they are the left operand.
+        given_stages: Key tiles side by side; None takes the tiling's, as far as they fit.
     """
 
+    tiling: GpuTiling
     in_registers: bool = False
+    given_stages: int | None = None
     tma: bool = True
     shared_memory: int = 227 << 10
 
@@ -81,8 +88,12 @@ class _Wgmma:
         return plgpu.Layout.WGMMA
 
     def stages(self, shape: GpuShape) -> tuple[int, int]:
-        # Of the next tile's keys, which are multiplied already, and of those that come meanwhile.
-        return (3 if self.ahead(shape) else 2), 2
+        stages = self.given_stages or self.tiling.fitting_stages(shape, self, self.shared_memory)
+        # And the next tile's keys, which are multiplied already.
+        return stages + self.ahead(shape), stages
+
+    def with_stages(self, stages: int) -> _Wgmma:
+        return replace(self, given_stages=stages)
 
     def ahead(self, shape: GpuShape) -> bool:
         return not (shape.parts or shape.exact)
@@ -135,7 +146,7 @@ def _product(a: Any, b: Any) -> Any:
     return pl.run_scoped(work, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def shared_memory_bytes(layout: KVLayout) -> int:
-    """Shared memory that one program takes at most, barriers left out."""
-    dtype = jnp.dtype(layout.dtype)
-    return max(gpu_programs.shared_bytes(shape, dtype, _Wgmma()) for shape in widest_shapes(layout))
+def shared_memory_bytes(layout: KVLayout, tiling: GpuTiling) -> int:
+    """Shared memory that one program takes at most."""
+    dtype, products = jnp.dtype(layout.dtype), _Wgmma(tiling)
+    return max(gpu_programs.shared_bytes(shape, dtype, products) for shape in widest_shapes(layout))

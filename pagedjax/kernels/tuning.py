@@ -20,6 +20,12 @@ _POWER = (_power_of_two, "a power of two")
 _POSITIVE = (lambda value: value >= 1, "at least 1")
 _TILE = (lambda value: value >= 16 and _power_of_two(value), "a power of two of at least 16")
 _Rule = tuple[Callable[[int], bool], str]
+_STAGES = (lambda value: 1 <= value <= 4, "1 to 4")
+_GPU: dict[str, _Rule] = {
+    "decode_stages": _STAGES,
+    "prefill_stages": _STAGES,
+    "programs": (lambda value: 1 <= value <= 8, "1 to 8"),
+}
 # By kernel the sizes that it reads.
 SIZES: dict[str, dict[str, _Rule]] = {
     "plan": {"chunk_tokens": _POWER, "tile_queries": _POSITIVE},
@@ -32,6 +38,8 @@ SIZES: dict[str, dict[str, _Rule]] = {
         "left_at_most": _POSITIVE,
         "fused_write": (lambda value: value in (0, 1), "0 or 1"),
     },
+    "pallas_mosaic": _GPU,
+    "pallas_mma": _GPU | {"value_keys": (lambda value: value in (16, 32, 64), "16, 32 or 64")},
 }
 # What says which calls a table is for, and the type of each.
 FITS = {"device": str, "heads": str, "dtype": str, "block_size": int}

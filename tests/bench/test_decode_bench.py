@@ -8,6 +8,7 @@ import pytest
 
 from pagedjax.bench import decode
 from pagedjax.engine.request import SamplingParams
+from pagedjax.kernels import KVLayout
 from pagedjax.llm import LLM
 
 
@@ -91,6 +92,21 @@ def test_floor_counts_all_weights_but_the_embedding(llm):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params))
     assert counted == pytest.approx(total - llm.runner.params["embed"].nbytes)
     assert floor() > 0
+
+
+def test_keys_and_values_are_counted_as_they_are_stored(llm):
+    """Against the pool's own bytes where its lanes are full; a latent row is one key, codes have their scales."""
+    config = llm.model_config
+    assert decode._kv_bytes_per_token(llm.runner.layouts) == 2 * 4 * config.num_layers * (
+        config.num_kv_heads * config.head_dim
+    )
+    full = KVLayout(2, 8, 16, 2, 64, "bfloat16")
+    assert decode._kv_bytes_per_token([full]) * 8 * 16 == full.num_bytes
+    latent = KVLayout(3, 8, 16, 1, 576, "bfloat16", 512)
+    assert decode._kv_bytes_per_token([latent]) == 3 * 576 * 2
+    for dtype in ("int8", "fp8_e4m3"):  # float32 scales of keys and of values, a head each
+        assert decode._kv_bytes_per_token([KVLayout(1, 8, 16, 2, 64, dtype)]) == 2 * 2 * (64 + 4)
+    assert decode._kv_bytes_per_token([full, latent]) == 2 * 4 * 64 * 2 + 3 * 576 * 2
 
 
 def test_peers_stand_beside_rows_of_their_batch(tmp_path):

@@ -1,5 +1,11 @@
 """Compilation for devices that are not there; skips by name where a compiler is not installed (`make aot`)."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.kernels import aot
+
+SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 
 
 def needs(target):
@@ -205,6 +213,20 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_refused():
     )
     with pytest.raises(NotImplementedError, match=r"too much on h100: .*shared memory"):
         aot.compile("too much", "h100", call, (jax.ShapeDtypeStruct((128,), jnp.float32),))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", targets(("h100", "a100", "rtx4090")))
+def test_prefill_spills_no_registers(target):
+    """ptxas prints them to its process's output, hence a process of its own."""
+    words = ["--target", target, "--kernels", "--batch", "8", "--model", str(SHAPES / "llama-3-8b.json")]
+    env = {**os.environ, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedjax", "compile", "-q", *words], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stdout + done.stderr)]
+    assert len(spills) >= 2 and not any(spills), spills  # decode's and prefill's programs
 
 
 @needs("a100")

@@ -5,13 +5,14 @@ compiled alone (test_aot.py).
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import KVLayout, aot, paged_attention, pallas_mma
+from pagedjax.kernels import KVLayout, aot, gpu_programs, paged_attention, pallas_mma, pallas_mosaic
 from pagedjax.kernels.gpu_programs import tiles_behind
 from pagedjax.kernels.gpu_rows import GpuShape, device_programs, widest_shapes
 
@@ -43,14 +44,36 @@ def test_no_race_on_the_way_through_shared_memory(build, oracle):
     np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=5e-4, rtol=5e-4)
 
 
-def test_key_tiles_follow_from_shared_memory():
+TILING = gpu_programs.GpuTiling(decode_stages=2, prefill_stages=2, programs=2, value_keys=32)
+
+
+def test_key_tiles_follow_from_the_table_as_far_as_shared_memory_goes():
     """At head dim 256 two key tiles fit an A100 (163 KiB a program) and one an RTX 4090 (99)."""
 
-    def stages(head_dim, kib):
-        shape = widest_shapes(KVLayout(1, 1, 16, 1, head_dim, "float16"))[0]
-        return pallas_mma._Mma(False, kib << 10).stages(shape)[0]
+    def stages(head_dim, kib, asked, parts=False):
+        tiling = replace(
+            TILING,
+            **{
+                f"{name}_stages": asked if parts == (name == "decode") else 4
+                for name in ("decode", "prefill")
+            },
+        )
+        shape = widest_shapes(KVLayout(1, 1, 16, 1, head_dim, "float16"))[parts]
+        found = pallas_mma._Mma(False, kib << 10, tiling).stages(shape)
+        assert pallas_mosaic._Wgmma(tiling, shared_memory=kib << 10).stages(shape)[1] <= asked
+        return found[0]
 
-    assert [stages(h, kib) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]
+    assert [stages(h, kib, 2) for h in (128, 256) for kib in (163, 99)] == [2, 2, 2, 1]
+    assert [stages(128, kib, 4) for kib in (227, 163, 99)] == [4, 4, 2]
+    assert [stages(64, 227, asked, parts) for asked in (1, 3) for parts in (False, True)] == [1, 1, 3, 3]
+
+
+def test_two_programs_of_prefill_fit_a_multiprocessor():
+    """227 KiB of an H100, 163 of an A100, and 1 KiB that CUDA takes for each: sums within a warp need no room."""
+    layout = KVLayout(1, 1, 16, 8, 128, "bfloat16")
+    assert 2 * (pallas_mosaic.shared_memory_bytes(layout, TILING) + 1024) <= 228 << 10
+    assert 2 * (pallas_mma.shared_memory_bytes(layout, (8, 0), TILING) + 1024) <= 164 << 10
+    assert 2 * (pallas_mma.shared_memory_bytes(layout, (8, 9), TILING) + 1024) > 100 << 10
 
 
 def test_few_queries_are_columns():
@@ -80,8 +103,8 @@ def test_copies_that_are_counted_are_those_that_are_awaited(stages):
 def test_programs_number_with_the_multiprocessors():
     chip = aot.AbstractGpu(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
-        assert device_programs() == 296
-    assert device_programs() == 264  # a CPU says nothing: an H100's
+        assert [device_programs(n) for n in (1, 2)] == [148, 296]
+    assert device_programs(2) == 264  # a CPU says nothing: an H100's
 
 
 def test_refusals_name_the_limit(build):

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pagedjax.kernels import (
     IMPLEMENTATIONS,
     KVLayout,
+    KVPool,
     Tuning,
     paged_attention,
     pallas_tpu,
@@ -126,6 +127,27 @@ def test_the_kernel_writes_the_new_keys_of_decode_rows(build, interpreted, monke
     np.testing.assert_allclose(
         np.asarray(out, np.float64), np.asarray(want, np.float64), atol=step.tolerance[0]
     )
+
+
+def test_rows_apart_are_written_before_any_attends(build, interpreted, monkeypatch, oracle):
+    """Three tokens of one sequence as rows apart, the last one first: it sees keys that later rows write."""
+    monkeypatch.setitem(IMPLEMENTATIONS, "pallas_tpu", interpreted["pallas_tpu"])
+    step = build([3], [20], heads=(4, 2), head_dim=32, block_size=8)
+    tables = np.repeat(step.tables, 3, axis=0)
+    buckets = dict(num_tokens_bucket=3, num_seqs_bucket=3, decode_bucket=3)
+    args = step.plan_args | buckets | dict(apart=True)
+    apart = plan_ragged([1] * 3, [20, 19, 18], tables, **args)
+    k, v = (jnp.asarray(x[0][:16:-1]) for x in (step.keys, step.values))
+    data = np.array(step.pool.data)
+    block = step.layer * step.pool.layout.num_blocks + step.tables[0, 17 // 8]
+    data[block, 17 % 8 :] = np.nan  # nobody has written them yet
+    pool = KVPool(jnp.asarray(data), step.pool.layout)
+    params = {name: value for name, value in step.params.items() if name != "window"}
+
+    _, out = write_and_attend(
+        step.q[2::-1], k, v, pool, step.layer, apart, implementation="pallas_tpu", **params
+    )
+    np.testing.assert_allclose(out, step.expected(oracle)[0][::-1], atol=step.tolerance[0])
 
 
 TWO_CORES = tpu_sizes.TpuChip(128 << 20, 1 << 20, num_cores=2)

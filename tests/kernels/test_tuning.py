@@ -7,11 +7,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pagedjax.kernels import KVLayout, pallas_tpu, plan_sizes, tpu_sizes
+from pagedjax.kernels import KVLayout, gpu_programs, pallas_tpu, plan_sizes, tpu_sizes
 from pagedjax.kernels.tuning import PACKAGED, SIZES, Tuning, packaged, to_toml
 from pagedjax.runtime.tuning import read_tuning
 
+GPU_INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
 OWN = """
 [[sizes]]
 kernel = "pallas_tpu"
@@ -74,6 +76,24 @@ def test_kernels_take_their_sizes_from_the_plan(build, check, monkeypatch):
     check(step)  # xla, an item at a time
 
 
+@pytest.mark.skipif(GPU_INTERPRETER is None, reason="jax before 0.12 has no interpreter of GPU kernels")
+@pytest.mark.parametrize(
+    "kernel, decode, prefill, more",
+    [("pallas_mosaic", 1, 3, {}), ("pallas_mosaic", 3, 1, {}), ("pallas_mma", 3, 1, {"value_keys": 16})],
+)
+def test_gpu_kernels_take_their_sizes_from_the_plan(build, check, monkeypatch, kernel, decode, prefill, more):
+    """Other numbers of key tiles side by side, through every buffer twice; probabilities in other tiles."""
+    seen = []
+    scratch = gpu_programs._scratch
+    monkeypatch.setattr(gpu_programs, "_scratch", lambda *args: seen.append(args[::2]) or scratch(*args))
+    step = build([1, 9], [450, 440], heads=(2, 1), head_dim=64, chunk_tokens=512, dtype="float16")
+    sizes = {"kernel": kernel, "decode_stages": decode, "prefill_stages": prefill, **more}
+    check(replace(step, ragged=replace(step.ragged, tuning=Tuning.parse({"sizes": [sizes]}, "own"))), kernel)
+    found = {(shape.parts, products.stages(shape)[1]) for shape, products in seen}
+    assert found == {(True, decode), (False, prefill)}
+    assert {products.tiling.value_keys for _, products in seen} == {more.get("value_keys", 64)}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -86,6 +106,10 @@ def test_kernels_take_their_sizes_from_the_plan(build, check, monkeypatch):
         ("[[sizes]]\nkernel = 'plan'\nchunk_tokens = true", "chunk_tokens=True: must be a power of two"),
         ("[[sizes]]\nkernel = 'pallas_tpu'\ntile_queries = 8", "tile_queries=8: must be a power of two of at least 16"),
         ("[[sizes]]\nkernel = 'plan'\nblock_size = '16'\nchunk_tokens = 64", "block_size='16': must be an integer"),
+        ("[[sizes]]\nkernel = 'pallas_mosaic'\ndecode_stages = 5", "decode_stages=5: must be 1 to 4"),
+        ("[[sizes]]\nkernel = 'pallas_mma'\nprograms = 0", "programs=0: must be 1 to 8"),
+        ("[[sizes]]\nkernel = 'pallas_mma'\nvalue_keys = 48", "value_keys=48: must be 16, 32 or 64"),
+        ("[[sizes]]\nkernel = 'pallas_mosaic'\nvalue_keys = 32", "value_keys: is no size of pallas_mosaic"),
         ("[[sizes]]\nkernel = 'plan'\ndevice = 'cpu'", "sizes 1: has no size of plan; give one of chunk_tokens"),
     ],
 )  # fmt: skip

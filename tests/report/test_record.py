@@ -16,6 +16,7 @@ from pagedjax.engine import Engine, SamplingParams, StepResult
 from pagedjax.models.family_configs import read_shape
 from pagedjax.report.facts import run_facts
 from pagedjax.report.record import Recorder, RecordError, Replay, read_record, replay
+from pagedjax.sim.beams import Beams
 from pagedjax.sim.cost import CostModel, HardwareSpec
 from pagedjax.sim.simulator import simulate
 from pagedjax.sim.synth import chat
@@ -106,6 +107,58 @@ def test_replaying_the_frames_gives_the_managers_state_after_each_step(tmp_path,
             )
             checked += 1
     assert checked > 30
+
+
+class _Noted(Recorder):
+    """A recorder that notes what it is told of rows: number, then sequence, start and tokens of each."""
+
+    def __init__(self, *args, **options):
+        self.noted = {}
+        super().__init__(*args, **options)
+
+    def stepped(self, plan, result, started_s, ended_s):
+        self.noted[plan.step] = {row.seq.seq_id: (row.start, row.num_tokens) for row in plan.rows}
+        super().stepped(plan, result, started_s, ended_s)
+
+
+@pytest.mark.parametrize("branched", [{}, {"n": 2}, {"beams": Beams(width=3)}], ids=str)
+def test_rows_that_are_not_told_are_those_that_go_on(tmp_path, branched):
+    """Every step's rows, read back by the rule that the module's docstring gives; with preemptions, chunks and ends."""
+    cost = CostModel(HardwareSpec.read("a100-40gb"), read_shape("opt-13b"), 16)
+    trace = chat(8, turns=2, system_tokens=30, user_tokens=20, output_tokens=25, seed=3, pause_s=0.1)
+    made = []
+
+    def observe(engine):
+        made.append(_Noted(tmp_path / "r", engine, {"kind": "simulated"}))
+        return made[0]
+
+    manager = PagedManager(num_blocks=60, block_size=4)
+    simulate(
+        trace,
+        manager,
+        cost,
+        SchedulerConfig(9, 64, 24),
+        max_model_len=256,
+        in_flight=6,
+        observe=observe,
+        **branched,
+    )
+    ends, steps, preempted = {}, 0, 0
+    for frame in read_record(tmp_path / "r"):
+        if frame["frame"] == "step":
+            for seq in frame.get("paused", ()):
+                del ends[seq]
+            rows = {seq: (end, 1) for seq, end in ends.items()}
+            rows |= {seq: (start, count) for seq, _, _, start, count, _ in frame.get("rows", ())}
+            assert rows == made[0].noted[frame["n"]], frame["n"]
+            ends = {seq: start + count for seq, (start, count) in rows.items()}
+            steps, preempted = steps + 1, preempted + len(frame.get("preempted", ()))
+        elif frame["frame"] == "quiet":
+            ends = {seq: end + frame["count"] for seq, end in ends.items()}
+        elif frame["frame"] == "end":
+            for seq in frame["seqs"]:
+                ends.pop(seq, None)
+    assert steps == len(made[0].noted) > 50 and preempted > 2
 
 
 @pytest.mark.parametrize("samples", [1, 2])

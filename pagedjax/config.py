@@ -26,6 +26,7 @@ WEIGHT_DTYPES = (*DTYPES, "int8")
 KV_DTYPES = tuple(KV_BYTES)
 PREFIX_GROUPS = ("auto", "on", "off")
 PRODUCTS = ("auto", "xla", "native")
+OVERLAPS = ("auto", "on", "off")
 ADMISSIONS = ("chunk", "whole")
 PREEMPTIONS = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "b": 1}
@@ -250,6 +251,9 @@ class RuntimeConfig:
             (docs/kernels.md, "Tuning"); `pagedjax bench kernels --tune` writes one. "" is the package's alone.
         tensor_parallel: Devices that work each step together, each with its own heads, part of the MLP and tokens of
             the vocabulary (docs/devices.md). The model's heads must be dealt out evenly.
+        overlap: Plan the next step while one runs; its tokens are fed on the device and booked a step behind, so the
+            device does not wait for the host. The tokens are the same. "on", "off", or "auto": on where the device is
+            not the host's own CPU and the settings allow it (docs/using.md says which do not).
         products: Who multiplies with weights: "native" (C++, on one CPU; each weight is read once a step, and a row's
             result is the same bits in every batch), "xla", or "auto": native where it serves (docs/kernels.md).
     """
@@ -262,6 +266,7 @@ class RuntimeConfig:
     deterministic: bool = False
     kernel_tuning: str = ""
     tensor_parallel: int = 1
+    overlap: str = "auto"
     products: str = "auto"
 
     def __post_init__(self) -> None:
@@ -282,6 +287,15 @@ class RuntimeConfig:
         require(
             self.tensor_parallel >= 1,
             f"runtime.tensor_parallel={self.tensor_parallel}: must be a number of devices; try 1",
+        )
+        require(
+            self.overlap in OVERLAPS,
+            f"runtime.overlap={self.overlap}: must be one of {', '.join(OVERLAPS)}; try auto",
+        )
+        require(
+            not (self.deterministic and self.overlap == "on"),
+            "runtime.overlap=on: a step of runtime.deterministic is several calls, one after another; set overlap to "
+            "auto or off",
         )
         require(
             self.products in PRODUCTS,

@@ -45,6 +45,7 @@ class LLM:
     Attributes:
         events: The cache's log of what became resident and what left (`cache.event_log` keeps the latest of
             them); None where it is off.
+        overlap: Whether steps are planned while one runs, and why.
 
     Raises:
         ValueError: A setting is out of its range, the model cannot be read, or the pool does not fit.
@@ -98,13 +99,16 @@ class LLM:
     def _build(
         self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
     ) -> None:
+        from pagedjax.engine.limits import choose_overlap
         from pagedjax.kernels import native, products
+        from pagedjax.kernels.layout import device_class
         from pagedjax.runtime import JaxRunner
         from pagedjax.runtime.mesh import make_place
         from pagedjax.runtime.pools import check_memory, plan_pools
 
         config = self.config
         _check_int8(config)
+        self.overlap = choose_overlap(config, device_class())
         loaded = self._load(config.model.model)
         self.tokenizer = loaded.tokenizer
         length = config.model.max_model_len or min(loaded.config.max_model_len, _DEFAULT_MAX_MODEL_LEN)
@@ -174,6 +178,7 @@ class LLM:
             hash_scheme=config.cache.hash,
             seed=config.runtime.seed,
             on_step=on_step,
+            overlap=self.overlap.on,
         )
 
     def follow(self) -> None:
@@ -428,8 +433,8 @@ class LLM:
         """What cache and engine have done since they were made, in plain values.
 
         `cache`: the fields of `CacheStats`, and its hit rate (None before the first request); `blocks`: usable and
-        free ones; `engine`: steps, requests waiting and running, preemptions, swaps, compiled programs, the weights'
-        version.
+        free ones; `engine`: steps, how many of them were planned ahead and why others were not (`StepRecord.overlap`),
+        requests waiting and running, preemptions, swaps, compiled programs, the weights' version.
         """
         with self.engine.paused():
             scheduler, counts = self.engine.scheduler, self.manager.stats.snapshot()
@@ -441,6 +446,7 @@ class LLM:
                 "blocks": {"usable": self.manager.num_usable, "free": self.manager.num_free},
                 "engine": {
                     "steps": scheduler.step,
+                    "overlap": dict(self.engine.overlaps),
                     "waiting": len(scheduler.waiting),
                     "running": len(scheduler.running),
                     "preemptions": scheduler.num_preemptions,

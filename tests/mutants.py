@@ -105,8 +105,8 @@ MUTANTS = (
     ),
     Mutant(
         "slices: one program for a prompt, another for a token",
-        "parts = [self._compute(one.plan, SLICE, (), scored) for one in slices]",
-        "parts = [self._compute(one.plan, self.buckets.smallest(one.plan), (), scored) for one in slices]",
+        "self._compute(one.plan, SLICE, (), scored, {})",
+        "self._compute(one.plan, self.buckets.smallest(one.plan), (), scored, {})",
         ("runtime/test_deterministic.py::test_logits_are_those_of_the_row_alone_and_cold",),
     ),
     Mutant(
@@ -402,9 +402,21 @@ MUTANTS = (
     ),
     Mutant(
         "key of the prompt's length",
-        "[seq.num_tokens for seq in sequences]",
-        "[seq.request.num_prompt_tokens for seq in sequences]",
+        '"position": (positions, 0)',
+        '"position": ([seq.request.num_prompt_tokens for seq in sequences], 0)',
         (SAMPLING,),
+    ),
+    Mutant(
+        "fed what another drew",
+        "else -1 - drawn[row.seq]",
+        "else -1",
+        ("runtime/test_overlap.py",),
+    ),
+    Mutant(
+        "planned ahead of a fork",
+        'return "fork"',
+        'return ""',
+        ("engine/test_overlap.py",),
     ),
     Mutant(
         "ranks count equals",

@@ -160,6 +160,11 @@ class KVCacheManager(Protocol):
         """Blocks per group on the host; 0: `swap_out` always refuses."""
         ...
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, in the group that has fewest."""
+        ...
+
     def demand(self, num_tokens: int, step_tokens: int, hints: Hints = NO_HINTS) -> tuple[int, int]:
         """(blocks such a sequence needs at once, blocks usable) in the group that is shortest of them.
 

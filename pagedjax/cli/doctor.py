@@ -54,6 +54,7 @@ def command(common: Common, source: str | None, fetch_model: bool) -> None:
         **_understood(common),
         "mesh": _mesh(common),
         "pool": _pool(common),
+        "overlap": _overlap(common),
         "implementations": _implementations(),
         "config_digest": common.config.digest(),
     }
@@ -317,6 +318,16 @@ def _fetch(common: Common) -> None:
             seen[stage] = done
 
         fetch_named(source, _folder(common), report)
+
+
+def _overlap(common: Common) -> str:
+    from pagedjax.engine.limits import choose_overlap
+    from pagedjax.kernels.layout import device_class
+
+    try:
+        return choose_overlap(common.config, device_class()).why
+    except ValueError as error:
+        return f"refused: {error}"
 
 
 def _pool(common: Common) -> str:

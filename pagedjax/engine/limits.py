@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pagedjax.cache import Hints, KVCacheManager
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
-from pagedjax.config import SchedulerConfig
+from pagedjax.config import Config, SchedulerConfig
 from pagedjax.engine.beam import check_width
 from pagedjax.engine.request import MAX_END_IDS, SamplingParams, check_token_ids
 
@@ -24,6 +25,42 @@ def expected_output(sampling: SamplingParams, num_output_tokens: int = 0) -> Hin
 def chunk_tokens(config: SchedulerConfig) -> int:
     """Most tokens of one sequence in a step. Without chunked prefill a prompt is one chunk, as long as a step."""
     return (config.chunk_tokens or config.token_budget) if config.chunked_prefill else config.token_budget
+
+
+class Overlap(NamedTuple):
+    """What `runtime.overlap` came to, and why."""
+
+    on: bool
+    why: str
+
+
+def choose_overlap(config: Config, device: str) -> Overlap:
+    """Whether steps are planned while one runs.
+
+    Args:
+        config: All settings.
+        device: "cpu", "gpu" or "tpu", where steps are computed.
+
+    Raises:
+        ValueError: It is asked for, and another setting rules it out.
+    """
+    asked = config.runtime.overlap
+    if asked == "off":
+        return Overlap(False, "off, as runtime.overlap says")
+    if config.cache.reservation:
+        if asked == "on":
+            raise ValueError(
+                f"runtime.overlap=on: a reservation (cache.reservation={config.cache.reservation}) may move while a "
+                "step writes into it; set overlap to auto or off"
+            )
+        return Overlap(False, "off: a reservation may move while a step writes into it")
+    if config.runtime.deterministic:  # with "on" refused by the settings themselves
+        return Overlap(False, "off: a deterministic step is several calls")
+    if asked == "on":
+        return Overlap(True, "on, as runtime.overlap says")
+    if device == "cpu":
+        return Overlap(False, "off: steps are computed on the cores that plan them")
+    return Overlap(True, f"on: the {device.upper()} computes while the host plans")
 
 
 def check_limits(

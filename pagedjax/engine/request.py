@@ -333,6 +333,9 @@ class Sequence:
     `chain` holds prompt and generated tokens; `num_computed_tokens` counts those whose KV is in the
     pool. The newest token's KV is not: it is computed by the step that feeds it. A beam's `candidates` are
     its next tokens, kept until the other beams have theirs.
+
+    Of steps that are planned and not booked yet (`Scheduler.overlap`): `num_flying` tokens whose KV they write, and
+    `num_drawn` tokens that they draw, which only the device knows.
     """
 
     seq_id: int
@@ -341,6 +344,8 @@ class Sequence:
     chain: TokenChain
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    num_flying: int = 0
+    num_drawn: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)
     details: list[PositionLogprobs] = field(default_factory=list)

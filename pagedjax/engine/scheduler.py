@@ -16,6 +16,9 @@ A request of n samples is admitted, preempted and resumed as one. Its prompt is 
 first live sequence; the others fork from it at the prompt's end and copy blocks on write. A beam search
 starts as one sequence, holds a place for each beam, and is forked by the engine after each of its steps;
 when it comes back after a preemption, its beams fork where they part.
+
+`schedule_ahead` plans a step while the one before it runs, before that one's tokens are known: only what is running,
+and only where what they are changes nothing but the tokens that the next step is fed.
 """
 
 from __future__ import annotations
@@ -63,6 +66,9 @@ class Scheduler:
         max_model_len: Longest sequence in tokens; also the width of the block tables.
         block_bytes: Bytes of one block per KV group; needed where swapping and recomputing are weighed.
 
+    Attributes:
+        overlap: Steps may be planned ahead.
+
     Raises:
         ValueError: The limits contradict each other, or preemption asks for a host that is not there.
     """
@@ -87,6 +93,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that moved blocks to the host
         self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
+        self.overlap = False
+        # Who was refused for want of blocks when somebody else ran, and how many were free then.
+        self._refused: tuple[Request, int] | None = None
+        self._short = False  # the last plan was made ahead, and blocks ran out
         self.chunk_tokens = chunk_tokens(config)  # most of one sequence in a step
 
     # ------------------------------------------------------------------ queue
@@ -115,6 +125,7 @@ class Scheduler:
     def schedule(self) -> StepPlan[Sequence]:
         """Plan the next step; rows is empty where nothing can run."""
         self.step += 1
+        self._short = False
         rows: list[Row[Sequence]] = []
         active = {request.number: self._active(request) for request in self.running}
         # Decode tokens are paid for first: no prefill chunk may starve them.
@@ -131,9 +142,72 @@ class Scheduler:
                 index += 1
         if self.num_preemptions == preemptions:
             self._admit(rows, budget)
+        return self._plan(rows)
+
+    def schedule_ahead(self) -> StepPlan[Sequence] | str:
+        """Plan the step behind the one that runs; in place of a plan, the rule by which that one is booked first.
+
+        Nobody is admitted (a prompt may hit what the running step writes), preempted or forked by such a plan, and
+        nothing is reserved for a sequence that ends with the running step whatever its token is. One that ends by its
+        token is computed one token too far: `update` passes over it. Where blocks run out the rest waits, and the next
+        plan is one that may preempt. Changes nothing where there is no plan.
+        """
+        if reason := self._must_wait():
+            return reason
+        budget = self.config.token_budget - sum(
+            self._pending(seq) == 1 for request in self.running for seq in self._active(request)
+        )
+        rows: list[Row[Sequence]] = []
+        for request in self.running:
+            for seq in self._active(request):
+                pending = self._pending(seq)
+                want = pending if pending <= 1 else min(pending, budget, self.chunk_tokens)
+                if want < 1:
+                    continue
+                if not self.manager.reserve(seq.seq_id, seq.num_flying + want):
+                    self._short = True
+                    break
+                if pending > 1:
+                    budget -= want
+                rows.append(self._row(seq, want))
+            if self._short:
+                break
+        if not rows:
+            return "no room" if self._short else "first"  # all end with the running step
+        self.step += 1
+        return self._plan(rows)
+
+    def _must_wait(self) -> str:
+        """The first rule by which the running step has to be booked before another is planned; "" is none."""
+        if self._short:
+            return "no room"
+        for request in self.running:
+            sampling = request.sampling
+            if sampling.beam_width:
+                return "beams"
+            if sampling.has_adjustments:
+                return "penalties"
+            if sampling.min_tokens and any(s.num_output_tokens < sampling.min_tokens for s in request.live):
+                return "min_tokens"
+            leader = request.live[0]
+            if not request.forked and leader.num_computed_tokens + leader.num_flying == request.fork_at:
+                return "fork"
+        if self.waiting:
+            head, places = self.waiting[0], self.config.max_num_seqs - self.num_running_seqs
+            known = self._refused is not None and self._refused[0] is head
+            if head.num_places <= places and not (known and self.manager.num_free <= self._refused[1]):  # type: ignore[index]
+                return "admission"
+        return ""
+
+    def _plan(self, rows: list[Row[Sequence]]) -> StepPlan[Sequence]:
         rows.sort(key=_is_long)  # stable: one-token rows first
         copies = self.manager.take_copies()
         tables = self.manager.tables([row.seq.seq_id for row in rows], self.table_width)
+        if self.overlap:
+            for row in rows:
+                row.seq.num_flying += row.num_tokens
+                for sample in row.samples:
+                    sample.num_drawn += 1
         return StepPlan(self.step, tuple(rows), tables, copies)
 
     def _continue(self, active: list[Sequence], budget: int) -> tuple[list[Row[Sequence]], int]:
@@ -169,6 +243,7 @@ class Scheduler:
                     budget = self._start(request, rows, budget)
                     continue
                 if self.running:
+                    self._refused = request, self.manager.num_free
                     return
                 self._drop_blocks(request)  # nobody is left to make room: recompute what fits
             leader = live[0]
@@ -184,6 +259,7 @@ class Scheduler:
             if not self.manager.reserve(leader.seq_id, want, whole=len(leader.chain) if ask else 0):
                 self._take_back(leader)
                 if self.running:
+                    self._refused = request, self.manager.num_free
                     return
                 self._end_for_capacity(request)  # nobody is left to free a block: waiting on is a hang
                 continue
@@ -256,15 +332,25 @@ class Scheduler:
         return live if request.forked else live[:1]
 
     def _pending(self, seq: Sequence) -> int:
-        """Tokens of `seq` still to be fed; an unforked leader stops where it is to be forked."""
-        end = seq.num_tokens if seq.request.forked else seq.request.fork_at
-        return end - seq.num_computed_tokens
+        """Tokens of `seq` still to be fed; an unforked leader stops where it is to be forked.
+
+        None where it ends with the token that a running step draws.
+        """
+        request, drawn = seq.request, seq.num_drawn
+        if not request.forked:
+            return request.fork_at - seq.num_computed_tokens - seq.num_flying
+        tokens = seq.num_tokens + drawn
+        if drawn and (
+            tokens >= self.max_model_len or tokens - request.num_prompt_tokens >= request.sampling.max_tokens
+        ):
+            return 0
+        return tokens - seq.num_computed_tokens - seq.num_flying
 
     def _row(self, seq: Sequence, num_tokens: int) -> Row[Sequence]:
-        start = seq.num_computed_tokens
+        start = seq.num_computed_tokens + seq.num_flying
         end = start + num_tokens
         if seq.request.forked:
-            return Row(seq, start, num_tokens, (seq,) if seq.num_tokens == end else ())
+            return Row(seq, start, num_tokens, (seq,) if seq.num_tokens + seq.num_drawn == end else ())
         return Row(seq, start, num_tokens, tuple(s for s in seq.request.live if s.num_tokens == end))
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
@@ -345,6 +431,10 @@ class Scheduler:
         at = 0
         for row in plan.rows:
             seq, samples = row.seq, row.samples
+            if self.overlap:
+                seq.num_flying -= row.num_tokens
+                for sample in samples:
+                    sample.num_drawn -= 1
             if not seq.finished:
                 seq.num_computed_tokens = row.start + row.num_tokens
                 self.manager.commit(seq.seq_id, seq.num_computed_tokens, now)
@@ -403,7 +493,7 @@ class Scheduler:
     def _drop_blocks(self, request: Request) -> None:
         for seq in reversed(request.live):
             self._drop_sequence(seq)
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens = seq.num_flying = seq.num_drawn = 0
             seq.candidates = None
         request.forked = len(request.live) == 1
         request.swapped = False

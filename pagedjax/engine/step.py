@@ -165,6 +165,26 @@ class Runner(Protocol):
         ...
 
 
+L = TypeVar("L")  # what a runner knows a step by that it has begun
+
+
+class AheadRunner(Runner, Protocol[L]):
+    """A runner that can be given a step while the one before it runs."""
+
+    def launch(self, plan: StepPlan[Sequence], after: L | None) -> L:
+        """Begin a plan; steps run in the order in which they were begun.
+
+        Args:
+            plan: A row of one token at the end of its sequence's chain feeds what the sequence drew in `after`.
+            after: The step begun before, where its tokens are not booked yet.
+        """
+        ...
+
+    def collect(self, launched: L) -> StepResult:
+        """Wait for the end of a step, the oldest that was begun; its seconds count from when the one before ended."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
     """A sequence as it stood in one step.
@@ -196,12 +216,17 @@ class StepRecord:
         result: What came back.
         schedule_s: Seconds to plan.
         commit_s: Seconds to book the result: indexing, forks, stop rules.
+        overlap: "ahead": planned while the step before it ran. Else why not: "off", "first" (nothing ran), or the
+            rule by which the one before was booked first: "admission" (somebody waits who may fit), "fork", "no room"
+            (somebody has to be preempted), "beams", "penalties" or "min_tokens" (what is drawn depends on tokens the
+            host does not know yet), "record" (one is written).
     """
 
     plan: StepPlan[SequenceRecord]
     result: StepResult
     schedule_s: float
     commit_s: float
+    overlap: str = "off"
 
 
 class Observer(Protocol):

@@ -67,7 +67,29 @@ def wants_scores(samples: Iterable[Sequence]) -> bool:
     return any(p.logprobs is not None or p.waits_for_all for p in params)
 
 
-def answer_asked(
+class Asking(NamedTuple):
+    """What `Asked` will be, still on the device.
+
+    Attributes:
+        num_samples: Of the step.
+        tokens: i32[Q] drawn.
+        scores: What `score_tokens` returns; None where nobody asked.
+    """
+
+    num_samples: int
+    tokens: Array
+    scores: tuple[Array, ...] | None
+
+    def answer(self) -> Asked:
+        """Wait for it."""
+        drawn = np.asarray(self.tokens)[: self.num_samples].tolist()
+        if self.scores is None:
+            return Asked(drawn, [], [], None, None)
+        logprobs, ranks, ids, top = (np.asarray(x)[: self.num_samples] for x in self.scores)
+        return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)
+
+
+def ask(
     samples: list[Sequence],
     tokens: Array,
     logits: Array,
@@ -76,8 +98,8 @@ def answer_asked(
     compiling: CompileClock,
     programs: AskedPrograms = ON_ONE_DEVICE,
     scored: bool | None = None,
-) -> Asked:
-    """Bring a step's samples to the host, with what their requests ask for.
+) -> Asking:
+    """Begin what a step's samples ask for beside their tokens.
 
     Args:
         samples: The step's, in row order, at most Q.
@@ -93,11 +115,8 @@ def answer_asked(
     adjustments = Adjustments.pack(samples, rows, vocab_size, max_model_len)
     if adjustments is not None:
         tokens = compiling.call(programs.draw, logits, batch, adjustments)
-    count = len(samples)
-    drawn = np.asarray(tokens)[:count].tolist()
-    if not (wants_scores(samples) if scored is None else scored):
-        return Asked(drawn, [], [], None, None)
-    logprobs, ranks, ids, top = (
-        np.asarray(x)[:count] for x in compiling.call(programs.score, logits, tokens)
-    )
-    return Asked(drawn, logprobs.tolist(), ranks.tolist(), ids, top)
+    tokens.copy_to_host_async()  # before the next step is behind it
+    scores = None
+    if wants_scores(samples) if scored is None else scored:
+        scores = compiling.call(programs.score, logits, tokens)
+    return Asking(len(samples), tokens, scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ class StepBatch:
     (On CPU a jitted call may go on reading the host buffer after it returned.)
 
     Attributes:
-        tokens: i32[T] token ids fed; padding is 0.
+        tokens: i32[T] token ids fed; padding is 0. A negative one, -1 - i, is the i-th of `drawn`.
+        drawn: i32[N], N the most samples of any bucket: what the step before drew. Zeros from `pack`: the runner puts
+            the device's array in their place.
         positions: i32[T] their positions.
         ragged: Lengths, tables, slots and work list of the rows, one per KV group.
         sample_index: i32[Q] which of the T tokens each sample reads its logits from.
@@ -36,6 +39,7 @@ class StepBatch:
     """
 
     tokens: Array
+    drawn: Array
     positions: Array
     ragged: tuple[RaggedBatch, ...]
     sample_index: Array
@@ -49,6 +53,7 @@ def check_batch(batch: StepBatch) -> None:
         ValueError: Names the array, its rule in the letters of the architecture page, and what it is.
     """
     dims = doors.dimensions(T=batch.tokens.shape[0], Q=batch.sample_index.shape[0])
+    doors.require(dims, "tokens", batch.tokens, "T", np.int32)
     doors.require(dims, "positions", batch.positions, "T", np.int32)
     for ragged in batch.ragged:
         doors.require(dims, "slot_mapping", ragged.slot_mapping, "T", np.int32)
@@ -106,6 +111,8 @@ def pack(
     tuning: Tuning = PACKAGED,
     shared: Seq[SharedPrefix] = (),
     apart: bool = False,
+    most_samples: int = 0,
+    drawn: Mapping[Sequence, int] = {},
 ) -> StepBatch:
     """Lay a plan out in a bucket's shapes.
 
@@ -120,6 +127,8 @@ def pack(
         tuning: The user's own sizes of kernels' pieces.
         shared: Prefixes to be worked once for their rows; where there are any, a program of its own.
         apart: Every token is a row of its own, and no row's result depends on the others; rows in any order.
+        most_samples: N, at least Q.
+        drawn: Where in `StepBatch.drawn` the tokens of sequences stand that the host does not know yet.
     """
     rows = plan.rows
     lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -128,7 +137,10 @@ def pack(
     positions = np.zeros(bucket.num_tokens, np.int32)
     sample_index = np.zeros(bucket.num_samples, np.int32)
     decodes = 0 if apart else sum(row.num_tokens == 1 for row in rows)  # they come first
-    tokens[:decodes] = [row.seq.chain.tokens[row.start] for row in rows[:decodes]]
+    tokens[:decodes] = [
+        row.seq.chain.tokens[row.start] if row.start < len(row.seq.chain.tokens) else -1 - drawn[row.seq]
+        for row in rows[:decodes]
+    ]
     positions[:decodes] = starts[:decodes]
     at = decodes
     for row in rows[decodes:]:
@@ -166,5 +178,7 @@ def pack(
         )
         for number, (table, group) in enumerate(zip(tables, windows, strict=True))
     )
-    sampling = SamplingBatch.pack(sequences, bucket.num_samples)
-    return StepBatch(tokens, positions, ragged, sample_index, sampling)
+    ends = [row.start + row.num_tokens for row in rows for _ in row.samples]
+    sampling = SamplingBatch.pack(sequences, ends, bucket.num_samples)
+    before = np.zeros(max(most_samples, bucket.num_samples), np.int32)
+    return StepBatch(tokens, before, positions, ragged, sample_index, sampling)

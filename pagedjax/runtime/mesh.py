@@ -81,6 +81,10 @@ class Placement(Protocol):
         """An empty pool of a device's layout, on all of them."""
         ...
 
+    def zeros(self, size: int) -> Array:
+        """i32[size] of zeros, the same on every device."""
+        ...
+
     def pool_shape(self, layout: KVLayout) -> KVPool:
         """`make_pool` without its array, to lower programs for."""
         ...
@@ -153,6 +157,9 @@ class OneDevice:
 
     def make_pool(self, layout: KVLayout, fill: float = 0.0) -> KVPool:
         return make_pool(layout, fill)
+
+    def zeros(self, size: int) -> Array:
+        return jnp.zeros(size, jnp.int32)
 
     def pool_shape(self, layout: KVLayout) -> KVPool:
         return KVPool(jax.ShapeDtypeStruct(layout.shape, layout.storage), layout)  # type: ignore[arg-type]
@@ -228,6 +235,9 @@ class DeviceMesh:
             shape, stored_fill(layout, fill), layout.storage, device=self.sharding(_SPECS["pool"])
         )
         return KVPool(data, layout)
+
+    def zeros(self, size: int) -> Array:
+        return jnp.zeros(size, jnp.int32, device=self.sharding(_SPECS["whole"]))
 
     def pool_shape(self, layout: KVLayout) -> KVPool:
         rows, size, width = layout.shape

@@ -19,6 +19,10 @@ from pagedjax.runtime.mesh import Placement
 from pagedjax.runtime.sampling import score_tokens
 
 Array = Any
+_Parts = list[
+    tuple[tuple[Array, ...], int]
+]  # what a call returned on the device, and how many rows of it count
+PendingScores = dict[int, _Parts]  # by row of the plan
 _ROWS = 64  # positions per call: bounds the logits held at once
 
 
@@ -44,8 +48,8 @@ class PromptScores:
 
     def of(
         self, plan: StepPlan, params: dict[str, Any], hidden: Array, compiling: CompileClock
-    ) -> dict[int, TokenScores]:
-        """Scores by row of the plan, for the rows whose requests ask and whose tokens predict prompt tokens.
+    ) -> PendingScores:
+        """Begin the scores of the rows whose requests ask and whose tokens predict prompt tokens.
 
         Args:
             plan: What ran.
@@ -53,7 +57,7 @@ class PromptScores:
             hidden: f[T, D] of the step's tokens.
             compiling: Takes the seconds of programs that have to be compiled.
         """
-        found: dict[int, TokenScores] = {}
+        found: PendingScores = {}
         first = 0
         for number, row in enumerate(plan.rows):
             request = row.seq.request
@@ -66,12 +70,25 @@ class PromptScores:
         return found
 
 
-def _in_parts(score: Callable[[np.ndarray, np.ndarray], Any], first: int, targets: np.ndarray) -> TokenScores:
-    parts = []
+def bring(pending: PendingScores) -> dict[int, TokenScores]:
+    """Wait for scores, by row of the plan."""
+    return {
+        number: TokenScores(
+            *(
+                np.concatenate([np.asarray(x)[:count] for x, count in column])
+                for column in zip(*([(x, count) for x in scores] for scores, count in parts))
+            )
+        )
+        for number, parts in pending.items()
+    }
+
+
+def _in_parts(score: Callable[[np.ndarray, np.ndarray], Any], first: int, targets: np.ndarray) -> _Parts:
+    parts: _Parts = []
     for done in range(0, len(targets), _ROWS):
         count = min(_ROWS, len(targets) - done)
         at, tokens = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, np.int32)
         at[:count] = np.arange(first + done, first + done + count)
         tokens[:count] = targets[done : done + count]
-        parts.append([np.asarray(x)[:count] for x in score(at, tokens)])
-    return TokenScores(*(np.concatenate(column) for column in zip(*parts)))
+        parts.append((score(at, tokens), count))
+    return parts

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import SharedPrefix, StepResult, TokenScores
+from pagedjax.engine import Sequence, SharedPrefix, StepResult, TokenScores
 from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import PACKAGED, KVLayout, KVPool, Tuning, native, plan_sizes
@@ -23,7 +26,7 @@ from pagedjax.kernels.products import prepare as prepare_products
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
-from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, answer_asked, wants_scores
+from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, Asking, ask, wants_scores
 from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
@@ -31,10 +34,10 @@ from pagedjax.runtime.following import Led
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.hosts import Channel
 from pagedjax.runtime.mesh import ONE_DEVICE, Placement
-from pagedjax.runtime.prompt_scores import PromptScores
+from pagedjax.runtime.prompt_scores import PendingScores, PromptScores, bring
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
-from pagedjax.runtime.slices import cut, join_scores
+from pagedjax.runtime.slices import Slice, cut, join_scores
 from pagedjax.runtime.weights import check_same_shapes, deal, in_place_of, row_by_row
 
 Array = Any
@@ -47,20 +50,56 @@ class StepOutput(NamedTuple):
         tokens: i32[Q] drawn tokens.
         logits: f32[Q, V] they were drawn from.
         hidden: f[T, D] of the step's tokens.
+        drawn: i32[N] the tokens once more, padded to the most of any bucket: what the next step may be fed.
     """
 
     tokens: Array
     logits: Array
     hidden: Array
+    drawn: Array
 
 
 class _Computed(NamedTuple):
-    """Of one call: what its samples got, scores of prompt tokens by row, seconds of packing and dispatch."""
+    """Of one call: what its samples get and scores of prompt tokens, on the device; seconds of packing and dispatch."""
+
+    asking: Asking
+    prompt: PendingScores
+    pack_s: float
+    dispatch_s: float
+
+
+class _Answered(NamedTuple):
+    """Of one call that has ended: what its samples got, and scores of prompt tokens by row."""
 
     asked: Asked
     prompt: dict[int, TokenScores]
     pack_s: float
     dispatch_s: float
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step that was begun.
+
+    Attributes:
+        samples: Who draws in it, in row order.
+        parts: Its calls: one, or of a deterministic step those of its slices, ended.
+        slices: What each of these computes; empty where there is one call.
+        drawn: i32[N] on the device.
+        shared: Prefixes that are worked once.
+        started: When it was begun, on the runner's clock.
+        shared_s, copy_s, compile_s: Seconds, as in `StepResult`.
+    """
+
+    samples: list[Sequence]
+    parts: list[_Computed | _Answered]
+    slices: list[Slice]
+    drawn: Array
+    shared: tuple[SharedPrefix, ...]
+    started: float
+    shared_s: float
+    copy_s: float
+    compile_s: float
 
 
 class JaxRunner:
@@ -104,7 +143,7 @@ class JaxRunner:
         self,
         model: ModelConfig,
         params: dict[str, Any],
-        layouts: KVLayout | Sequence[KVLayout],
+        layouts: KVLayout | Seq[KVLayout],
         config: SchedulerConfig,
         *,
         max_model_len: int,
@@ -141,6 +180,8 @@ class JaxRunner:
         self.writable = writable
         self._check_step = StepChecks(self.layouts, [w[0] if len(w) == 1 else None for w in windows])
         self._table_width = -(-max_model_len // self.block_size)
+        self._most_samples = most_samples = max(bucket.num_samples for bucket in self.programs)
+        self._drawn = self._nothing_drawn()
         self._compiled: set[tuple[Bucket, bool]] = set()
         dtype = jax.tree.leaves(params)[0].dtype
         beside = _beside_linear(model, dtype)
@@ -158,6 +199,7 @@ class JaxRunner:
             tile_queries=sizes["tile_queries"],
             apart=deterministic,
             tuning=tuning,
+            most_samples=most_samples,
             **shapes,
         )
         mode = "off" if deterministic else prefix_groups
@@ -168,8 +210,9 @@ class JaxRunner:
         def run_decoder(
             params: dict[str, Any], batch: StepBatch, pools: tuple[KVPool, ...]
         ) -> tuple[Array, tuple[KVPool, ...]]:
+            tokens = jnp.where(batch.tokens < 0, batch.drawn[-1 - batch.tokens], batch.tokens)
             call: Callable[..., Any] = functools.partial(
-                forward, graphdef, params, batch.tokens, batch.positions, implementation=implementation
+                forward, graphdef, params, tokens, batch.positions, implementation=implementation
             )
             if len(pools) > 1:
                 return call(pools, batch.ragged)
@@ -182,13 +225,16 @@ class JaxRunner:
             check_batch(batch)  # while tracing; a compiled step has nothing of it
             hidden, pools = run_decoder(params, batch, pools)
             rows = logits(graphdef, params, hidden[batch.sample_index])
-            return StepOutput(sample_tokens(rows, batch.sampling, place.vocabulary), rows, hidden), pools
+            tokens = sample_tokens(rows, batch.sampling, place.vocabulary)
+            drawn = jnp.pad(tokens, (0, batch.drawn.shape[0] - tokens.shape[0]))
+            return StepOutput(tokens, rows, hidden, drawn), pools
 
-        results = (StepOutput("whole", "logits", "whole"), "pool")
+        results = (StepOutput("whole", "logits", "whole", "whole"), "pool")
         self.step_fn = place.program(step, ("weights", "pool", "whole"), results, donate=(1,))
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef), place)
         self._max_model_len = max_model_len
         self._channel: Channel | None = None
+        self._done_at = 0.0  # when the last step had ended
         self.may_plan = True
 
     def lead(self, channel: Channel) -> None:
@@ -213,6 +259,16 @@ class JaxRunner:
             return pools
         held = (x.sharding for x in jax.tree.leaves(self._params) if isinstance(x, jax.Array) and x.committed)
         return jax.device_put(pools, next(held, None))
+
+    def _nothing_drawn(self) -> Array:
+        """i32[N] of zeros where a step leaves what it drew, so that every step's program is given it alike."""
+        data = self.pools[0].data
+        if isinstance(data, jax.ShapeDtypeStruct):
+            return np.zeros(self._most_samples, np.int32)  # programs are only lowered
+        zeros = self.place.zeros(self._most_samples)
+        if self.place.devices > 1 or not data.committed:
+            return zeros
+        return jax.device_put(zeros, data.sharding)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -291,7 +347,28 @@ class JaxRunner:
         """Run the plan's copies, then its rows; the pools are updated in place."""
         self.check_may_plan()
         with self._together():
-            return self._execute(plan)
+            return self._collect(self._launch(plan, None))
+
+    @own_settings()
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """Begin a step, behind those that run; see `AheadRunner.launch`.
+
+        Raises:
+            ValueError: `after` is not the step begun last, or steps are deterministic: a step is several calls there.
+        """
+        self.check_may_plan()
+        if after is not None and after.drawn is not self._drawn:
+            raise ValueError("launch: after must be the step begun last; what it drew is on the device")
+        if self.deterministic:
+            raise ValueError("launch: a deterministic step is several calls; use execute")
+        with self._together():
+            return self._launch(plan, after)
+
+    @own_settings()
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for the end of a step."""
+        with self._together():
+            return self._collect(launched)
 
     def check_may_plan(self) -> None:
         """Refuse what only process 0 may ask for.
@@ -304,48 +381,70 @@ class JaxRunner:
                 "this process follows another: process 0 plans; call LLM.follow() here, the rest there"
             )
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan, after: Launched | None) -> Launched:
         started = time.perf_counter()
         compiling = self._compiling
         compiling.seconds = 0.0
         self.run_copies(plan.copies)
         copied = time.perf_counter()
         copy_s = copied - started - compiling.seconds
-        if not plan.rows:
-            return StepResult([], [], copied - started, copy_s=copy_s, compile_s=compiling.seconds)
-        shared = self._shared(plan)
-        shared_s = time.perf_counter() - copied
-        if self.deterministic:
-            slices = cut(plan, SLICE_TOKENS)
-            scored = wants_scores(seq for row in plan.rows for seq in row.samples)
-            parts = [self._compute(one.plan, SLICE, (), scored) for one in slices]
-            prompt = join_scores(zip(slices, (part.prompt for part in parts), strict=True))
-        else:
-            parts = [self._compute(plan, self.buckets.smallest(plan), shared, None)]
-            prompt = parts[0].prompt
+        samples = [seq for row in plan.rows for seq in row.samples]
+        shared: tuple[SharedPrefix, ...] = ()
+        parts: list[_Computed | _Answered] = []
+        slices: list[Slice] = []
+        shared_s = 0.0
+        if plan.rows:
+            shared = self._shared(plan)
+            shared_s = time.perf_counter() - copied
+            if self.deterministic:
+                slices = cut(plan, SLICE_TOKENS)
+                scored = wants_scores(samples)
+                # Each is waited for: the logits of all would be much to hold.
+                parts += [_answer(self._compute(one.plan, SLICE, (), scored, {})) for one in slices]
+            else:
+                drawn = {} if after is None else {seq: i for i, seq in enumerate(after.samples)}
+                parts.append(self._compute(plan, self.buckets.smallest(plan), shared, None, drawn))
+        return Launched(
+            samples, parts, slices, self._drawn, shared, started, shared_s, copy_s, compiling.seconds
+        )
+
+    def _collect(self, step: Launched) -> StepResult:
+        parts = [part if isinstance(part, _Answered) else _answer(part) for part in step.parts]
+        prompts = [part.prompt for part in parts]
+        prompt = (
+            join_scores(zip(step.slices, prompts, strict=True))
+            if step.slices
+            else {number: scores for one in prompts for number, scores in one.items()}
+        )
         asked = [part.asked for part in parts]
+        began, self._done_at = max(step.started, self._done_at), time.perf_counter()
         return StepResult(
             [token for one in asked for token in one.tokens],
             [x for one in asked for x in one.logprobs],
-            time.perf_counter() - started,
-            pack_s=shared_s + sum(part.pack_s for part in parts),
+            self._done_at - began,
+            pack_s=step.shared_s + sum(part.pack_s for part in parts),
             dispatch_s=sum(part.dispatch_s for part in parts),
-            copy_s=copy_s,
-            compile_s=compiling.seconds,
+            copy_s=step.copy_s,
+            compile_s=step.compile_s,
             ranks=[rank for one in asked for rank in one.ranks],
             top_ids=_stacked([one.top_ids for one in asked]),
             top_logprobs=_stacked([one.top_logprobs for one in asked]),
             prompt=prompt,
-            shared=shared,
+            shared=step.shared,
         )
 
     def _compute(
-        self, plan: StepPlan, bucket: Bucket, shared: tuple[SharedPrefix, ...], scored: bool | None
+        self,
+        plan: StepPlan,
+        bucket: Bucket,
+        shared: tuple[SharedPrefix, ...],
+        scored: bool | None,
+        drawn: Mapping[Sequence, int],
     ) -> _Computed:
-        """One call of a program, and what its samples' requests ask for."""
+        """Begin one call of a program, and what its samples' requests ask for."""
         compiling = self._compiling
         began = time.perf_counter()
-        batch = self._pack(plan, bucket, shared=shared)
+        batch = self._pack(plan, bucket, shared=shared, drawn=drawn)
         if self.writable is not None:
             self._check_step(batch.ragged, self.writable())
         packed = time.perf_counter()
@@ -353,7 +452,7 @@ class JaxRunner:
         out = self._dispatch(bucket, batch, bool(shared))
         dispatch_s = time.perf_counter() - packed - (compiling.seconds - before)
         samples = [seq for row in plan.rows for seq in row.samples]
-        asked = answer_asked(
+        asking = ask(
             samples,
             out.tokens,
             out.logits,
@@ -364,7 +463,7 @@ class JaxRunner:
             scored,
         )
         prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
-        return _Computed(asked, prompt, packed - began, dispatch_s)
+        return _Computed(asking, prompt, packed - began, dispatch_s)
 
     @own_settings()
     def recover(self) -> bool:
@@ -373,6 +472,7 @@ class JaxRunner:
         Returns:
             Whether contents were lost; those of the host are not.
         """
+        self._drawn = self._nothing_drawn()
         try:
             jax.block_until_ready([pool.data for pool in self.pools])
         except RuntimeError:  # deleted, or the result of a computation that failed
@@ -482,8 +582,15 @@ class JaxRunner:
             self._compiled.add((bucket, grouped))
         if self._channel is not None:
             self._channel.tell(("step", bucket, batch, grouped))
+        batch = replace(batch, drawn=self._drawn)
         out, self.pools = self._compiling.call(self.step_fn, self._params, self.pools, batch)
+        if batch.ragged[0].num_seqs:  # not of a warm-up
+            self._drawn = out.drawn
         return out
+
+
+def _answer(part: _Computed) -> _Answered:
+    return _Answered(part.asking.answer(), bring(part.prompt), part.pack_s, part.dispatch_s)
 
 
 def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,19 +54,25 @@ class SamplingBatch:
     position: Array
 
     @classmethod
-    def pack(cls, sequences: list[Sequence], size: int) -> SamplingBatch:
-        """Build the arrays on the host, fresh ones each step, padded with greedy rows up to `size`."""
+    def pack(cls, sequences: list[Sequence], positions: Seq[int], size: int) -> SamplingBatch:
+        """Build the arrays on the host, fresh ones each step, padded with greedy rows up to `size`.
+
+        Args:
+            sequences: Who draws.
+            positions: Where each one's token will stand.
+            size: Q.
+        """
         params = [seq.request.sampling for seq in sequences]
         pad = size - len(sequences)
 
-        values: dict[str, tuple[list[Any], Any]] = {
+        values: dict[str, tuple[Seq[Any], Any]] = {
             "temperature": ([p.temperature for p in params], 0.0),
             "top_k": ([p.top_k for p in params], 0),
             "top_p": ([p.top_p for p in params], 1.0),
             "min_p": ([p.min_p for p in params], 0.0),
             "seed": ([seq.request.seed for seq in sequences], 0),
             "sample": ([seq.index for seq in sequences], 0),
-            "position": ([seq.num_tokens for seq in sequences], 0),
+            "position": (positions, 0),
         }
         return cls(
             **{

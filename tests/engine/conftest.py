@@ -7,8 +7,8 @@ was handed out too early or shared too long changes what is read, hence the toke
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +42,13 @@ def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Launched(NamedTuple):
+    """A step that the toy has computed: who drew, and what nobody was told yet."""
+
+    samples: list[Any]
+    result: StepResult
+
+
 class ToyRunner:
     """Executes plans on a pool of token ids; keeps every plan for the tests to look at."""
 
@@ -61,6 +68,17 @@ class ToyRunner:
         return False
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.collect(self.launch(plan, None))
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """Computes at once, as its own memory is all that it reads; tells nothing before `collect`."""
+        drawn = {} if after is None else dict(zip(after.samples, after.result.tokens, strict=True))
+        return Launched([s for row in plan.rows for s in row.samples], self.compute(plan, drawn))
+
+    def collect(self, launched: Launched) -> StepResult:
+        return launched.result
+
+    def compute(self, plan: StepPlan, drawn: Mapping[Any, int]) -> StepResult:
         self.plans.append(plan)
         for batch in plan.copies.batches:
             assert len(set(batch.dst)) == len(batch.dst)
@@ -76,7 +94,8 @@ class ToyRunner:
                 assert block > 0, "a token was to be written to the null block"
                 assert (block, offset) not in written, "two rows write one slot"
                 written.add((block, offset))
-                self.pool[block, offset] = row.seq.chain.tokens[position]
+                known = row.seq.chain.tokens
+                self.pool[block, offset] = known[position] if position < len(known) else drawn[row.seq]
         tokens = []
         tops: list[tuple[np.ndarray, np.ndarray]] = []
         for row, table in zip(plan.rows, plan.tables[0], strict=True):
@@ -117,6 +136,7 @@ def make_engine() -> Callable[..., Engine]:
         preemption: str = "recompute",
         eos_token_ids: Sequence[int] = (),
         decode: Any = None,
+        overlap: bool = False,
         **options: Any,
     ) -> Engine:
         manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
@@ -128,6 +148,7 @@ def make_engine() -> Callable[..., Engine]:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             decode=decode,
+            overlap=overlap,
         )
 
     return make

@@ -22,13 +22,16 @@ class Failure(Exception):
 
 
 def _fail_in_between(engine, rng, chance):
-    """Make steps fail before, between or after their copies, or after their rows; gives the count as a list."""
-    runner = engine.runner
-    execute, failures = runner.execute, []
+    """Make steps fail before, between or after their copies, after their rows, or as they are waited for.
 
-    def broken(plan):
+    Gives the count as a list.
+    """
+    runner = engine.runner
+    launch, failures = runner.launch, []
+
+    def broken(plan, after):
         if rng.random() >= chance:
-            return execute(plan)
+            return launch(plan, after)
         failures.append(plan.step)
         batches = plan.copies.batches
         ran = rng.choice([0, rng.randint(0, len(batches)), len(batches)])
@@ -36,12 +39,19 @@ def _fail_in_between(engine, rng, chance):
         part = dataclasses.replace(plan.copies, batches=batches[:ran])
         some = dataclasses.replace(plan, copies=part)
         if whole:
-            execute(some)
+            begun = launch(some, after)
+            if rng.random() < 0.5:
+                return begun._replace(result=None)
         else:
-            execute(dataclasses.replace(some, rows=(), tables=(some.tables[0][:0],)))
+            launch(dataclasses.replace(some, rows=(), tables=(some.tables[0][:0],)), None)
         raise Failure
 
-    runner.execute = broken
+    def collect(begun):
+        if begun.result is None:
+            raise Failure
+        return begun.result
+
+    runner.launch, runner.collect = broken, collect
     return failures
 
 
@@ -80,7 +90,9 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
     failures = 0
     for seed in range(8):
         rng = random.Random(seed)
-        engine = make_engine(block_size=BLOCK, max_model_len=32, token_budget=16, **options)
+        engine = make_engine(
+            block_size=BLOCK, max_model_len=32, token_budget=16, overlap=bool(seed % 2), **options
+        )
         counted = _fail_in_between(engine, rng, chance)
         stems = [[rng.randrange(97) for _ in range(16)] for _ in range(2)]
         asked, done, chains = {}, {}, []
@@ -109,6 +121,7 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
             if step > 25 and not engine.has_work:
                 break
         _check_answers(engine, judge, asked, done)
+        assert bool(engine.overlaps["ahead"]) == bool(seed % 2)
         failures += len(counted)
     assert bool(failures) == bool(chance)
 
@@ -144,7 +157,9 @@ def test_ctrl_c_at_any_line_breaks_no_book(make_engine, judge, options):
     interrupts = 0
     for seed in range(30):
         rng = random.Random(seed)
-        engine = make_engine(block_size=BLOCK, max_model_len=32, token_budget=16, **options)
+        engine = make_engine(
+            block_size=BLOCK, max_model_len=32, token_budget=16, overlap=bool(seed % 2), **options
+        )
         stem = [rng.randrange(97) for _ in range(12)]
         asked, done, chains = {}, {}, []
         for step in range(120):

@@ -83,14 +83,14 @@ class TestRunner(JaxRunner):
     manager: PagedManager
     poison: bool
 
-    def execute(self, plan: Any) -> Any:
+    def _launch(self, plan: Any, after: Any) -> Any:
         if self.poison:
             # Copies first: what they read may be nobody's by now. The second time there is nothing left.
             self.run_copies(plan.copies)
             plan = dataclasses.replace(plan, copies=CopyPlan())
             groups = self.manager.snapshot()["groups"]
             self.pools = tuple(_poison(p, g) for p, g in zip(self.pools, groups, strict=True))
-        return super().execute(plan)
+        return super()._launch(plan, after)
 
 
 def _poison(pool: KVPool, group: dict[str, Any]) -> KVPool:
@@ -141,6 +141,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         deterministic: bool = False,
         implementation: str | None = None,
         dtype: str = "float32",
+        overlap: bool = False,
         **options: Any,
     ) -> Engine:
         config, params = model
@@ -180,7 +181,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         if shuffle is not None:
             _shuffle_blank_blocks(manager, shuffle)
         limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens, preemption=preemption)
-        return Engine(manager, runner, limits, max_model_len=max_model_len)
+        return Engine(manager, runner, limits, max_model_len=max_model_len, overlap=overlap)
 
     return make
 

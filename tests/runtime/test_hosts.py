@@ -42,6 +42,7 @@ llm = LLM(
     runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", runtime__checked=True,
     model__max_model_len=64, cache__num_blocks=18, cache__block_size=4, cache__host_blocks=30,
     scheduler__preemption="swap", scheduler__max_num_seqs=1 if few else 4, scheduler__token_budget=4 if few else 16,
+    runtime__overlap="on",
 )
 if index:
     llm.follow()
@@ -66,10 +67,13 @@ while at < requests or engine.has_work:
             at += 1
     if at and rng.integers(12) == 0:
         engine.abort(str(int(rng.integers(at))))
-    if engine.scheduler.running and rng.integers(8) == 0:
-        engine.scheduler._preempt(engine.scheduler.running[0])
+    preempt = bool(engine.scheduler.running) and rng.integers(8) == 0
+    engine.overlap = not preempt  # who is preempted by hand has no step on its way
     for output in engine.step() if engine.has_work else []:
         out[output.request_id] = [list(c.token_ids) for c in output.outputs]
+    if preempt and engine.scheduler.running:
+        engine.scheduler._preempt(engine.scheduler.running[0])
+assert engine.overlaps["ahead"] > 5, engine.overlaps
 stats = {"swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}
 print(json.dumps({"tokens": out, **stats}))
 """

@@ -111,7 +111,7 @@ def runners():
     return get
 
 
-def make_engine(runner, *, index="hash", chunk=16, preemption="recompute", caching=True):
+def make_engine(runner, *, index="hash", chunk=16, preemption="recompute", caching=True, overlap=False):
     groups = [KVGroup(BLOCKS, g.window) for g in runner.model.layer_groups]
     manager = PagedManager(
         num_blocks=BLOCKS,
@@ -124,7 +124,7 @@ def make_engine(runner, *, index="hash", chunk=16, preemption="recompute", cachi
     runner.pools = runner._new_pools()
     runner.writable = manager.writable  # checked mode, always
     limits = dataclasses.replace(LIMITS, chunk_tokens=chunk, preemption=preemption)
-    return Engine(manager, runner, limits, max_model_len=64)
+    return Engine(manager, runner, limits, max_model_len=64, overlap=overlap)
 
 
 def run(engine, kind, preempt=False):
@@ -139,6 +139,7 @@ def run(engine, kind, preempt=False):
             running = engine.scheduler.running
             if preempt and running and step in (2, 4, 7):
                 engine.scheduler._preempt(running[step % len(running)])
+            engine.overlap = engine.scheduler.overlap and step not in (1, 3, 6)  # none on its way then
             for output in engine.step():
                 outputs[output.request_id] = output
 
@@ -196,6 +197,7 @@ def check(runners, combination, folder):
     model, devices, index, chunk, preemption, kind, saved_on = combination
     expected, expected_scores = run(make_engine(runners(model, 1), caching=False), kind)
     how = dict(index=index, chunk=chunk, preemption="swap" if preemption == "swap" else "recompute")
+    how["overlap"] = chunk == 5
     if saved_on:
         _save(runners(model, saved_on), make_engine(runners(model, saved_on)), folder)
     engine = make_engine(runners(model, devices), **how)
@@ -209,6 +211,7 @@ def check(runners, combination, folder):
     if preemption != "none":
         assert engine.scheduler.num_preemptions >= 2
     assert (engine.scheduler.num_swaps > 0) == (preemption == "swap")
+    assert bool(engine.overlaps["ahead"]) == (chunk == 5 and kind not in ("beams", "penalties"))
 
 
 def _owner(runner):
@@ -244,9 +247,12 @@ def test_on_one_device_the_program_is_that_of_a_plain_jit(runners):
     graphdef = make_decoder(runner.model, products=runner.products)
 
     def step(params, pools, batch):
-        hidden, pool = forward(graphdef, params, batch.tokens, batch.positions, pools[0], batch.ragged[0])
+        fed = jnp.where(batch.tokens < 0, batch.drawn[-1 - batch.tokens], batch.tokens)
+        hidden, pool = forward(graphdef, params, fed, batch.positions, pools[0], batch.ragged[0])
         rows = logits(graphdef, params, hidden[batch.sample_index])
-        return StepOutput(sample_tokens(rows, batch.sampling), rows, hidden), (pool,)
+        tokens = sample_tokens(rows, batch.sampling)
+        drawn = jnp.pad(tokens, (0, batch.drawn.shape[0] - tokens.shape[0]))
+        return StepOutput(tokens, rows, hidden, drawn), (pool,)
 
     args = runner.step_args(runner.buckets.ladder[0])
     ours = runner.as_users_compile_it.lower(*args).as_text()

@@ -106,10 +106,10 @@ def test_each_part_of_the_key_changes_what_is_drawn(column):
     assert len(set(np.asarray(sample(np.zeros((rows, V), np.float32), batch(rows))).tolist())) == 1
 
 
-def test_the_key_of_a_sequence_is_its_seed_its_number_and_its_length():
+def test_the_key_of_a_sequence_is_its_seed_its_number_and_the_position():
     request = Request("0", (1, 2, 3), SamplingParams(temperature=0.5, top_k=4, top_p=0.8, min_p=0.1), seed=77)
     sequences = [Sequence(9, request, i, TokenChain([1, 2, 3, *[4] * i], block_size=4)) for i in range(3)]
-    packed = SamplingBatch.pack(sequences, 4)
+    packed = SamplingBatch.pack(sequences, [3, 4, 5], 4)
     assert packed.seed.tolist() == [77, 77, 77, 0]
     assert packed.sample.tolist() == [0, 1, 2, 0] and packed.position.tolist() == [3, 4, 5, 0]
     assert packed.temperature.tolist() == [0.5, 0.5, 0.5, 0.0] and packed.top_k.tolist() == [4, 4, 4, 0]

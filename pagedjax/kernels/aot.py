@@ -574,8 +574,8 @@ def attention_step(
     windows = (params.get("window"),)
     ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, windows, max_groups, tuning)
     K, H = layout.num_kv_heads, layout.head_dim
-    dtype = jnp.dtype(layout.dtype)
-    pool = KVPool(jax.ShapeDtypeStruct(layout.shape, dtype), layout)  # type: ignore[arg-type]
+    pool = KVPool(jax.ShapeDtypeStruct(layout.shape, layout.storage), layout)  # type: ignore[arg-type]
+    dtype = jnp.dtype("bfloat16" if layout.quantised else layout.dtype)
     q, k = (jax.ShapeDtypeStruct((T, heads, H), dtype) for heads in (num_heads, K))
 
     def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array | None, ragged: RaggedBatch) -> Any:

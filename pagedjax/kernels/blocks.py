@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pagedjax.kernels import doors, native
-from pagedjax.kernels.layout import KVPool, read_rows, write_rows
+from pagedjax.kernels.layout import KVPool, device_class, read_rows, write_rows
 from pagedjax.kernels.quant import quantise
+
+_BYTE_ROWS = 32  # of a tile of bytes, as TPUs lay out an array
 
 
 def write_kv(
@@ -31,8 +34,30 @@ def write_kv(
     if native.serves(pool):
         return native.write(pool, layer, kv, slots)  # the same bytes; XLA's scatter takes 15 us a row on CPU
     rows = write_rows(layout, layer, slots // layout.block_size)
+    if layout.quantised and layout.block_size >= _BYTE_ROWS and device_class() == "tpu":
+        return _write_tiles(pool, kv, rows, slots % layout.block_size)
     at = pool.data.at[rows, slots % layout.block_size, : layout.used_width]
     return KVPool(at.set(kv, mode="drop"), layout)
+
+
+def _write_tiles(pool: KVPool, kv: jax.Array, rows: jax.Array, offsets: jax.Array) -> KVPool:
+    """Bytes i8[T, lanes in use] to (pool row, token of the block), a tile of 32 tokens read and written for each.
+
+    XLA:TPU lays blocks of 32 tokens and more out in such tiles; to write less than one it would copy the whole pool
+    twice. It writes tokens one by one in either way.
+    """
+    layout = pool.layout
+    kv = jnp.pad(kv, ((0, 0), (0, layout.width - layout.used_width)))
+    row, lane = jnp.arange(_BYTE_ROWS)[:, None], jnp.arange(layout.width)[None, :]
+
+    def body(i: jax.Array, data: jax.Array) -> jax.Array:
+        there = rows[i] < layout.shape[0]
+        at = (jnp.minimum(rows[i], layout.shape[0] - 1), offsets[i] // _BYTE_ROWS * _BYTE_ROWS, 0)
+        old = lax.dynamic_slice(data, at, (1, _BYTE_ROWS, layout.width))
+        mine = there & (row == offsets[i] % _BYTE_ROWS) & (lane < layout.used_width)
+        return lax.dynamic_update_slice(data, jnp.where(mine, kv[i], old), at)
+
+    return KVPool(lax.fori_loop(0, rows.shape[0], body, pool.data), layout)
 
 
 def new_rows(

@@ -27,11 +27,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pagedjax.kernels import xla
 from pagedjax.kernels.entries import cut_rows, row_of
 from pagedjax.kernels.layout import LANES, KVPool, RaggedBatch, device_class, read_rows, write_rows
+from pagedjax.kernels.quant import QUANTISED
 from pagedjax.kernels.tpu_programs import decode_kernel, tile_kernel, writing_decode_kernel
 from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, SUBLANES, Sizes, Tiling, TpuShape, chip
 from pagedjax.kernels.xla import NEG
 
 HEADS_OF_A_LATENT = 16  # a bfloat16 tile's sublanes
+_SERVED = ("float32", "bfloat16", *QUANTISED)
 
 
 def attend(
@@ -57,10 +59,12 @@ def attend(
         interpret: True or `pltpu.InterpretParams()` runs it on the CPU, for tests.
 
     Raises:
-        NotImplementedError: Not a TPU, float16, blocks under one tile of sublanes, or a shape whose tables or
-            buffers do not fit the chip.
+        NotImplementedError: Not a TPU, float16, blocks under one tile of sublanes, new rows of a quantised pool, or a
+            shape whose tables or buffers do not fit the chip.
     """
     _check(pool, interpret)
+    if new is not None and pool.layout.quantised:
+        raise NotImplementedError(f"dtype={pool.layout.dtype}: new rows must be written before; use write_kv")
     heads = q.shape[1]
     if pool.layout.latent_dim:
         more = -heads % HEADS_OF_A_LATENT
@@ -71,14 +75,17 @@ def attend(
     Sd = ragged.decode_bucket
     params = xla.Params(scale, window, soft_cap)
     tiling = (tiling or Tiling()).filled(ragged.sizes("pallas_tpu", pool.layout, N))
-    sizes = Sizes(pool.layout, N, sinks is not None, tiling, chip(interpret))
+    # Codes are whole in bfloat16 and float32: the queries say which.
+    dtype = "bfloat16" if q.dtype == jnp.bfloat16 else "float32"
+    dtype = dtype if pool.layout.quantised else pool.layout.dtype
+    sizes = Sizes(pool.layout, N, sinks is not None, tiling, chip(interpret), dtype)
     call = _Call(pool, layer, ragged, params, sizes, interpret)
-    q_pool = q.astype(pool.data.dtype)
+    q_pool = q.astype(dtype)
     live = jnp.arange(T) < ragged.query_start_loc[-1]
     if ragged.tile_queries:
         out, lse = _prefill(q_pool, call, sinks)
     else:
-        out, lse = jnp.zeros((T, N, H), pool.data.dtype), jnp.full((T, N), NEG, jnp.float32)
+        out, lse = jnp.zeros((T, N, H), dtype), jnp.full((T, N), NEG, jnp.float32)
     if Sd:
         state, data = _decode(q_pool, call, new)
         # Behind the write: reading the pool as it was would make XLA keep a copy of it.
@@ -99,8 +106,8 @@ def _check(pool: KVPool, interpret: Any) -> None:
     layout = pool.layout
     if not interpret and device_class() != "tpu":
         raise NotImplementedError(f"platform={device_class()}: must be a TPU; use 'xla' here")
-    if layout.dtype not in ("float32", "bfloat16"):
-        raise NotImplementedError(f"dtype={layout.dtype}: must be float32 or bfloat16 on TPU")
+    if layout.dtype not in _SERVED:
+        raise NotImplementedError(f"dtype={layout.dtype}: must be one of {', '.join(_SERVED)} on TPU")
     if layout.block_size < SUBLANES:
         raise NotImplementedError(f"block_size={layout.block_size}: must be at least {SUBLANES}")
 
@@ -436,7 +443,7 @@ def _tile_entries(
         aliases = {len(scalars) + len(arrays): 0}
         arrays.append(out)
         specs.append(pl.BlockSpec(memory_space=pl.ANY))
-    dtype = call.pool.data.dtype
+    dtype = call.sizes.worked_in
     out_dtype = dtype if shape.causal else jnp.float32
     relaid = (
         ()
@@ -485,8 +492,13 @@ def _tile_entries(
 
 
 def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int) -> list[Any]:
-    """Two chunks of keys and values, their semaphores, which of them is next, and the state of the online softmax."""
+    """Two chunks of keys and values, their semaphores, which of them is next, and the state of the online softmax.
+
+    Of a quantised pool also what picks the scales out of a token's row.
+    """
     layout = call.pool.layout
+    lanes = shape.scale_lanes
+    picks = [pltpu.VMEM((2 * shape.picked_scales, lanes.stop - lanes.start), jnp.bfloat16)]
     return [
         pltpu.VMEM((2, shape.chunk_blocks, layout.block_size, layout.width), call.pool.data.dtype),
         pltpu.SemaphoreType.DMA((2,)),
@@ -494,4 +506,5 @@ def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int) -> list[Any
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, shape.summed_lanes), jnp.float32),
+        *(picks if shape.codes else []),
     ]

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pagedjax.cache.rules import SCALE_BYTES
 from pagedjax.kernels.layout import LANES
 from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, SUBLANES, TpuShape
 from pagedjax.kernels.xla import NEG
@@ -141,7 +142,7 @@ def decode_kernel(
     """One token's heads, on a block diagonal, over the keys of its row."""
     entries = Entries(table, first_pos, stop, first_key, first, last, bounds, rows)
     place = _place(bounds, shape)
-    _, _, _, m_ref, l_ref, acc_ref = scratch
+    _, _, _, m_ref, l_ref, acc_ref, *_ = scratch
     patch = None if write is None else functools.partial(write.into, place, stop, shape)
 
     def work() -> None:
@@ -176,7 +177,8 @@ def tile_kernel(
     inputs = shape.sinks + has_out  # `out` itself is the same memory as out_hbm
     sink_ref = refs[0] if shape.sinks else None
     out_hbm, lse_ref, *scratch = refs[inputs:]
-    scratch, (q_in, o_buffer, *relaid, sems) = scratch[:6], scratch[6:]
+    of_walk = 7 if shape.codes else 6
+    scratch, (q_in, o_buffer, *relaid, sems) = scratch[:of_walk], scratch[of_walk:]
     q_rows, stage = relaid or (None, None)
     entries = Entries(table, first_pos, stop, first_key, first, last, bounds, rows)
     place = _place(bounds, shape)
@@ -216,7 +218,7 @@ def _work_tile(
 ) -> None:
     q_hbm, out_hbm, sems = arrays.q_hbm, arrays.out_hbm, arrays.sems
     q_in, q_rows, stage, o_buffer = arrays.q_in, arrays.q_rows, arrays.stage, arrays.o_buffer
-    _, _, _, m_ref, l_ref, acc_ref = scratch
+    _, _, _, m_ref, l_ref, acc_ref, *_ = scratch
     w, H, G, tile = place.entry, shape.head_dim, shape.heads_per_kv, shape.tile
     K, T = shape.num_heads // G, q_hbm.shape[0]
 
@@ -341,7 +343,7 @@ def _walk(
         queries_of: Number of a part → its rows of queries.
         patch: Told the last chunk's buffer and first position when it has come, before it is worked.
     """
-    buffers, sems, slot_ref, m_ref, l_ref, acc_ref = scratch
+    buffers, sems, slot_ref, m_ref, l_ref, acc_ref, *picks = scratch
     w, end = place.entry, place.end
     first, last = entries.first_chunk[w], entries.last_chunk[w]
 
@@ -380,6 +382,8 @@ def _walk(
     @pl.when(place.is_first)
     def start_first_entry() -> None:
         slot_ref[0] = 0
+        for ref in picks:
+            ref[...] = _picks(ref.shape, shape)
 
         @pl.when(first < last)
         def start_first_chunk() -> None:
@@ -413,11 +417,12 @@ def _walk(
         def work(masked: bool) -> None:
             if masked and patch is not None:
                 pl.when(chunk + 1 >= last)(lambda: patch(buffer, start))
-            if masked:
+            if masked and shape.codes != "int8":  # whose every code is a number
                 _clear_unseen_values(buffer, start, first_pos, stop, shape)
             kv = buffer[...].reshape(shape.chunk, -1)
             seen = functools.partial(_seen, start, first_pos, first_key, shape) if masked else None
-            _work_chunk(kv, queries_of, m_ref, l_ref, acc_ref, seen, shape)
+            scales = _scales(kv, picks[0], shape) if shape.codes else None
+            _work_chunk(kv, queries_of, m_ref, l_ref, acc_ref, seen, shape, scales)
 
         pl.when(at_an_end)(lambda: work(True))
         pl.when(jnp.logical_not(at_an_end))(lambda: work(False))
@@ -462,6 +467,41 @@ def _seen(
     return seen
 
 
+def _picks(dims: tuple[int, int], shape: TpuShape) -> jax.Array:
+    """[2 * rows, lanes]: times the bytes of a token's scales, two bytes of each row's scale as one number.
+
+    The upper two in the first half of the rows, the lower two in the other. Rows are those of `TpuShape.picked_scales`.
+    """
+    rows, K = dims[0] // 2, shape.num_kv_heads
+    row, lane = (lax.broadcasted_iota(jnp.int32, dims, axis) for axis in (0, 1))
+    upper = row < rows
+    row = jnp.where(upper, row, row - rows)
+    if shape.tile:
+        head, there = row, row < 2 * K
+    else:
+        of_value = row >= rows // 2
+        row = jnp.where(of_value, row - rows // 2, row)
+        head = row // shape.heads_per_kv + jnp.where(of_value, K, 0)
+        there = row < shape.num_heads
+    byte = 2 * shape.kv_width - shape.scale_lanes.start + SCALE_BYTES * head + jnp.where(upper, 2, 0)
+    picked = jnp.where(lane == byte + 1, 256.0, jnp.where(lane == byte, 1.0, 0.0))
+    return jnp.where(there, picked, 0.0).astype(jnp.bfloat16)
+
+
+def _scales(kv: jax.Array, picks: Any, shape: TpuShape) -> jax.Array:
+    """The scales f32[rows, chunk] of rows [chunk, width] of bytes, to the last bit.
+
+    They lie along a token's lanes and are needed along the tokens: a product with ones turns them, of two bytes at a
+    time, which float32 holds exactly.
+    """
+    rows = picks.shape[0] // 2
+    stored = (kv[:, shape.scale_lanes].astype(jnp.int32) & 255).astype(jnp.float32).astype(jnp.bfloat16)
+    turned = lax.dot_general(
+        picks[...], stored, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    ).astype(jnp.int32)
+    return lax.bitcast_convert_type((turned[:rows] << 16) | turned[rows:], jnp.float32)
+
+
 def _wide(x: jax.Array, lanes: int) -> jax.Array:
     """[R, 128] equal lanes → [R, lanes]."""
     return x[:, :lanes] if lanes <= LANES else jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
@@ -475,27 +515,42 @@ def _work_chunk(
     acc_ref: Any,
     seen: Any,
     shape: TpuShape,
+    scales: jax.Array | None,
 ) -> None:
     """One online-softmax step of every part over kv [chunk, width].
+
+    Of codes the scores are multiplied by the keys' scales and the weights by the values' (`_scales`).
 
     Maxima lie in all lanes and sums lane by lane, so that no step turns a column into lanes. A part's value product
     waits until the next part's scores are under way.
     """
     parts, R, summed = acc_ref.shape
     lanes = shape.head_dim if shape.tile else shape.kv_width
-    precision = lax.Precision.HIGHEST if kv.dtype == jnp.float32 else None
+    dtype = queries_of(0).dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32, precision=precision)
     mask = None if seen is None else seen((R, shape.chunk))
 
+    def numbers(first: int, width: int) -> jax.Array:
+        codes = kv[:, first : first + width]
+        if shape.codes == "fp8_e4m3":
+            codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        return codes.astype(dtype)
+
+    def scales_of(part: int, value: int) -> jax.Array:
+        """Of a part's keys or values: [rows of heads, chunk], or [1, chunk] where the part is one head."""
+        assert scales is not None
+        first = value * scales.shape[0] // 2 if not shape.tile else value * shape.num_kv_heads + part
+        return scales[first : first + (1 if shape.tile else scales.shape[0] // 2)]
+
     def add_values(part: int, p: jax.Array, shrink: jax.Array) -> None:
-        first = shape.values[0] + part * summed
-        v = kv[:, first : first + summed]
+        v = numbers(shape.values[0] + part * summed, summed)
         acc_ref[part] = _wide(shrink, summed) * acc_ref[part] + dot(p, v, (((1,), (0,)), ((), ())))
 
     waiting: tuple[int, jax.Array, jax.Array] | None = None
     for part in range(parts):
-        k = kv[:, part * lanes : (part + 1) * lanes]
-        s = dot(queries_of(part), k, (((1,), (1,)), ((), ()))) * shape.scale
+        s = dot(queries_of(part), numbers(part * lanes, lanes), (((1,), (1,)), ((), ())))
+        s *= shape.scale if scales is None else scales_of(part, 0) * shape.scale
         if shape.soft_cap is not None:
             s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
         if mask is not None:
@@ -513,6 +568,9 @@ def _work_chunk(
             l_ref[part, :, shape.chunk :] = shrink[:, shape.chunk :] * l_ref[part, :, shape.chunk :]
         if waiting is not None:
             add_values(*waiting)
-        waiting = (part, p.astype(kv.dtype), shrink)
+        if scales is not None:
+            p *= scales_of(part, 1)
+            p = p if mask is None else jnp.where(mask, p, 0.0)  # a scale that no query sees may be NaN
+        waiting = (part, p.astype(dtype), shrink)
     assert waiting is not None
     add_values(*waiting)

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pagedjax.cache.rules import SCALE_BYTES
 from pagedjax.kernels import xla
 from pagedjax.kernels.layout import LANES, KVLayout
 from pagedjax.kernels.tuning import PACKAGED, SIZES
@@ -57,7 +58,7 @@ class Tiling:
         """Keys of one chunk of this pool, whole blocks."""
         sizes = self.filled(PACKAGED.sizes("pallas_tpu"))
         assert sizes.chunk_bytes and sizes.chunk_copies  # the package's table has them
-        most = sizes.chunk_bytes // (layout.width * jnp.dtype(layout.dtype).itemsize)
+        most = sizes.chunk_bytes // (layout.width * jnp.dtype(layout.storage).itemsize)
         most = min(1 << (max(1, most).bit_length() - 1), sizes.chunk_copies * layout.block_size)
         return max(sizes.chunk_tokens or most, layout.block_size)
 
@@ -98,6 +99,24 @@ class TpuShape:
     cores: int = 1
     causal: bool = True  # else the entry's queries are of rows that share their keys, and all see all
     latent_dim: int = 0  # above 0: the value is the first so many lanes of the one key
+    codes: str = ""  # of a quantised pool, its kind
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads // self.heads_per_kv
+
+    @property
+    def scale_lanes(self) -> slice:
+        """Of a quantised row the whole vectors of lanes in which its scales lie."""
+        first = 2 * self.kv_width
+        return slice(
+            first // LANES * LANES, -(-(first + 2 * self.num_kv_heads * SCALE_BYTES) // LANES) * LANES
+        )
+
+    @property
+    def picked_scales(self) -> int:
+        """Rows of scales that a chunk's bytes are made into: key and value of each row of heads, or of each KV head."""
+        return 2 * self.state[1] if not self.tile else -(-2 * self.num_kv_heads // 16) * 16
 
     @property
     def value_dim(self) -> int:
@@ -138,6 +157,11 @@ class Sizes:
     sinks: bool
     tiling: Tiling
     chip: TpuChip
+    dtype: str = ""  # of queries, products and results; "" is the pool's, which of a quantised one is none
+
+    @property
+    def worked_in(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype or ("bfloat16" if self.layout.quantised else self.layout.dtype))
 
     def shape(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
         layout = self.layout
@@ -145,7 +169,7 @@ class Sizes:
             layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
             layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
             params.scale, params.window, params.soft_cap, self.sinks and tile > 0, self.chip.num_cores,
-            latent_dim=layout.latent_dim,
+            latent_dim=layout.latent_dim, codes=layout.dtype if layout.quantised else "",
         )  # fmt: skip
 
     def shared(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
@@ -187,7 +211,7 @@ class Sizes:
 
     def vmem_bytes(self, shape: TpuShape) -> int:
         """VMEM of one call: its scratch, its blocks twice, and one part's scores three times."""
-        item = jnp.dtype(self.layout.dtype).itemsize
+        item, stored = self.worked_in.itemsize, jnp.dtype(self.layout.storage).itemsize
         parts, rows, lanes = shape.state
 
         def tiled(rows: int, columns: int, itemsize: int) -> int:
@@ -195,7 +219,9 @@ class Sizes:
             return -(-rows // sublanes) * sublanes * -(-columns // LANES) * LANES * itemsize
 
         summed = shape.summed_lanes
-        total = 2 * shape.chunk * self.layout.width * item
+        total = 2 * shape.chunk * self.layout.width * stored
+        if shape.codes:  # one part's keys and values as numbers, and the scales
+            total += 2 * tiled(shape.chunk, lanes, item) + 3 * tiled(shape.picked_scales, shape.chunk, 4)
         total += parts * (2 * tiled(rows, LANES, 4) + tiled(rows, summed, 4)) + 3 * tiled(
             rows, shape.chunk, 4
         )

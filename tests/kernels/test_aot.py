@@ -1,5 +1,6 @@
 """Compilation for devices that are not there; skips by name where a compiler is not installed (`make aot`)."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -120,6 +121,7 @@ def test_F061_wide_heads_compile_on_every_tpu(target, heads, dtype):
     assert report.num_kernels >= 2 and report.kernel_bytes < report.limits.on_chip_bytes, report
 
 
+_QUICK_CODES = {("v5e", "int8", 32)}
 LATENT = aot.Geometry(128, 1, 576, 16, "bfloat16", 512)
 
 
@@ -134,6 +136,23 @@ def test_latent_rows_compile_in_place(target):
     """DeepSeek's: 128 heads over one row of 512 + 64 lanes, decode and prefill."""
     report = aot.compile_attention(target, LATENT, prefill_tokens=8)
     assert report.in_place and report.num_kernels == 2, report
+    assert report.kernel_bytes < report.limits.on_chip_bytes
+
+
+@pytest.mark.parametrize(
+    "target, dtype, block_size",
+    [
+        pytest.param(
+            name, dtype, size, marks=[needs(name), *([] if case in _QUICK_CODES else [pytest.mark.full])]
+        )
+        for case in itertools.product(("v5e", "v6e"), ("int8", "fp8_e4m3"), (16, 32, 64))
+        for name, dtype, size in [case]
+    ],
+)
+def test_pools_of_eight_bits_compile_in_place(target, dtype, block_size):
+    """Decode and a prompt. XLA:TPU would copy the whole pool for less than a tile of 32 tokens (`_write_tiles`)."""
+    report = aot.compile_attention(target, aot.Geometry(*LLAMA, block_size, dtype), prefill_tokens=64)
+    assert report.in_place and report.num_kernels == 3, report
     assert report.kernel_bytes < report.limits.on_chip_bytes
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool, native, paged_attention, plan_ragged, write_kv
-from pagedjax.kernels.blocks import copy_blocks
+from pagedjax.kernels.blocks import _write_tiles, copy_blocks, new_rows
+from pagedjax.kernels.layout import write_rows
 from pagedjax.kernels.quant import QUANTISED, dequantise, quantise
 
 KINDS = tuple(QUANTISED)
@@ -94,6 +95,15 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(
         np.testing.assert_allclose(ours[:total], theirs[:total], atol=2e-6)
 
 
+@pytest.mark.parametrize("kind, worked_in", [("int8", "bfloat16"), ("fp8_e4m3", "float32")])
+def test_the_tpu_kernel_reads_codes(build: Any, check: Any, kind: str, worked_in: str) -> None:
+    """Decode rows and prompts in the interpreter, unwritten slots NaN: within the tolerance of the queries' dtype."""
+    step = build(
+        [1, 1, 9], [37, 5, 40], heads=(6, 3), head_dim=40, dtype=kind, worked_in=worked_in, window=25, soft_cap=5.0
+    )  # fmt: skip
+    check(step, "pallas_tpu")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_copy_bit_by_bit_and_stay_in_place(kind: str) -> None:
     pool, _ = _pool(kind, np.random.default_rng(2))
@@ -104,6 +114,21 @@ def test_blocks_copy_bit_by_bit_and_stay_in_place(kind: str) -> None:
     step = jax.jit(lambda pool, k: write_kv(pool, 1, k, k, jnp.arange(8, 12)), donate_argnums=0)
     memory: Any = step.lower(pool, jnp.zeros((4, 3, 24))).compile().memory_analysis()
     assert memory.alias_size_in_bytes == pool.layout.num_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_are_written_as_rows_are_scattered(kind: str) -> None:
+    """As TPUs write them, in steps of 32 tokens: other slots and what lies behind the lanes in use stay."""
+    rng = np.random.default_rng(4)
+    pool = make_pool(KVLayout(2, 4, 64, 3, 24, kind), np.nan)
+    k, v = (jnp.asarray(x) for x in rng.standard_normal((2, 6, 3, 24), np.float32))
+    slots = jnp.asarray([64, 65, 255, -1, 256, 130], jnp.int32)  # the layer has 256
+    for layer in (0, 1):
+        rows = write_rows(pool.layout, layer, slots // 64)
+        ours = _write_tiles(pool, new_rows(pool, layer, k, v, slots), rows, slots % 64)
+        theirs = write_kv(pool, layer, k, v, slots)
+        np.testing.assert_array_equal(ours.data, theirs.data)
+        assert (np.asarray(ours.data) != np.asarray(pool.data)).any()
 
 
 def test_a_pool_says_what_it_takes_and_who_reads_it() -> None:

@@ -43,10 +43,11 @@ def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class Launched(NamedTuple):
-    """A step that the toy has computed: who drew, and what nobody was told yet."""
+    """A step that the toy has computed: who drew, and what nobody was told yet; `lost` where `collect` is to fail."""
 
     samples: list[Any]
     result: StepResult
+    lost: bool = False
 
 
 class ToyRunner:

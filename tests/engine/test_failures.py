@@ -41,13 +41,13 @@ def _fail_in_between(engine, rng, chance):
         if whole:
             begun = launch(some, after)
             if rng.random() < 0.5:
-                return begun._replace(result=None)
+                return begun._replace(lost=True)
         else:
             launch(dataclasses.replace(some, rows=(), tables=(some.tables[0][:0],)), None)
         raise Failure
 
     def collect(begun):
-        if begun.result is None:
+        if begun.lost:
             raise Failure
         return begun.result
 

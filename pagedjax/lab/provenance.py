@@ -84,7 +84,7 @@ def package_sources() -> TableRow:
     """Digests of the package's files on which rows can depend, and of `configs/`."""
     package = sorted(
         path
-        for pattern in ("*.py", "*.cc")
+        for pattern in ("*.py", "*.cc", "*.h", "*.toml")
         for path in _ROOT.rglob(pattern)
         if path.relative_to(_ROOT).parts[0].removesuffix(".py") not in _SHOW
     )

@@ -250,7 +250,9 @@ def test_tiles_shrink_to_the_chip():
 
 def test_refusals_name_the_limit(build):
     interpreted = functools.partial(run, interpret=True)
-    with pytest.raises(NotImplementedError, match="dtype=float16: must be one of float32, bfloat16, int8, fp8_e4m3"):
+    with pytest.raises(
+        NotImplementedError, match="dtype=float16: must be one of float32, bfloat16, int8, fp8_e4m3"
+    ):
         interpreted(build([1], [5], dtype="float16"))
     with pytest.raises(NotImplementedError, match="block_size=4: must be at least 8"):
         interpreted(build([1], [5], block_size=4))

@@ -372,7 +372,7 @@ def _run(unit: Unit, data: Path) -> Iterator[TableRow]:
 
 
 def _plot(rows: list[TableRow], figure: Any) -> None:
-    """What rounding keys, values or one layer loses; hits by the pool's bytes, and time to the first token."""
+    """What rounding keys, values or one layer loses; hits by the pool's bytes, and time per token."""
     titles = ["divergence, all layers", "by layer", "hits by pool", "time per token"]
     made = dict(zip(titles, panels(figure, titles, columns=2)))
 

@@ -195,12 +195,17 @@ def _jobs(
     topology: str,
 ) -> list[tuple[str, Any]]:
     """(name, what compiles it) of everything asked for."""
-    from pagedjax.kernels import aot
+    from pagedjax.kernels import geometries
 
     if what == "table":
         return [
-            (str(g), lambda g=g: aot.compile_attention(target, g, num_decodes=batch, context_tokens=context))
-            for g in aot.geometries(target)
+            (
+                str(g),
+                lambda g=g: geometries.compile_attention(
+                    target, g, num_decodes=batch, context_tokens=context
+                ),
+            )
+            for g in geometries.geometries(target)
         ]
     name, model = read_shapes(common)
     if layers is not None:
@@ -217,7 +222,7 @@ def _jobs(
                 ),
             )
         ]  # fmt: skip
-    geometry = aot.Geometry(
+    geometry = geometries.Geometry(
         model.num_heads, model.num_kv_heads, model.head_dim, block_size, dtype, model.latent_dim
     )
     jobs = []
@@ -226,7 +231,7 @@ def _jobs(
             title = f"{name}: {kind}" + (f", window {window}" if window else "")
 
             def job(title: str = title, prefill: int = prefill, window: int | None = window) -> Compiled:
-                compiled = aot.compile_attention(
+                compiled = geometries.compile_attention(
                     target, geometry, num_decodes=batch, prefill_tokens=prefill, context_tokens=context,
                     window=window, soft_cap=model.attn_soft_cap or None,
                 )  # fmt: skip

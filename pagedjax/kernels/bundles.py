@@ -234,23 +234,23 @@ def measure(
         tuning: Sizes of the kernel's pieces, before those of the package.
         latent_dim: Lanes of a latent key that are its value; `heads` are then (N, 1, lanes of the key).
     """
-    from pagedjax.kernels import aot
+    from pagedjax.kernels import aot, geometries
     from pagedjax.kernels.tpu_sizes import SHORT_QUERIES, Sizes, Tiling, chip
 
     for file in dump.glob("*"):
         file.unlink()
-    geometry = aot.Geometry(*heads, block_size, dtype, latent_dim)
+    geometry = geometries.Geometry(*heads, block_size, dtype, latent_dim)
     layout = geometry.layout()
     with aot.tracing_for(target):
-        batch = aot.abstract_batch(block_size, 1, 1, 1, block_size, tuning=tuning)
+        batch = geometries.abstract_batch(block_size, 1, 1, 1, block_size, tuning=tuning)
         tiling = Tiling().filled(batch.sizes("pallas_tpu", layout, heads[0]))
     step: dict[str, Any] = {"tuning": tuning}
     if kind == "decode":
-        aot.compile_attention(target, geometry, **step)
+        geometries.compile_attention(target, geometry, **step)
     elif kind == "shared":
-        aot.compile_attention(target, geometry, num_decodes=SHORT_QUERIES, max_groups=1, **step)
+        geometries.compile_attention(target, geometry, num_decodes=SHORT_QUERIES, max_groups=1, **step)
     else:
-        aot.compile_attention(target, geometry, num_decodes=0, prefill_tokens=_PREFILL_TOKENS, **step)
+        geometries.compile_attention(target, geometry, num_decodes=0, prefill_tokens=_PREFILL_TOKENS, **step)
     name = {"short": "paged_prefill_short"}.get(kind, f"paged_{kind}")
     listings = [
         file

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import aot
+from pagedjax.kernels import aot, geometries
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 
@@ -48,7 +48,7 @@ _FULL = {(name, LLAMA) for name in ("l4", "rtx4090", "b200", "v5p", "v6e")}
 )
 def test_decode_compiles_in_place(target, heads):
     dtype = "bfloat16"
-    report = aot.compile_attention(target, aot.Geometry(*heads, 16, dtype))
+    report = geometries.compile_attention(target, geometries.Geometry(*heads, 16, dtype))
     assert report.in_place, report
     assert report.fits
     assert 0 < report.kernel_bytes < report.limits.on_chip_bytes
@@ -56,16 +56,16 @@ def test_decode_compiles_in_place(target, heads):
 
 @needs("v5e")
 def test_mixed_step_with_window_and_cap_compiles_for_a_tpu():
-    geometry = aot.Geometry(*SMOLLM, 16, "bfloat16")
-    report = aot.compile_attention("v5e", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
+    geometry = geometries.Geometry(*SMOLLM, 16, "bfloat16")
+    report = geometries.compile_attention("v5e", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
     assert report.in_place, report
 
 
 @pytest.mark.parametrize("target", targets(("v5e", "h100", "a100")))
 def test_F062_a_mixed_step_takes_no_padding(target):
     """64 decodes and 448 prefill tokens: 485, 37 and 43 MiB before queries and outputs stayed in flat arrays."""
-    report = aot.compile_attention(
-        target, aot.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=64, prefill_tokens=448
+    report = geometries.compile_attention(
+        target, geometries.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=64, prefill_tokens=448
     )
     assert report.in_place and report.temp_bytes < 8 << 20, report
 
@@ -88,8 +88,8 @@ _TPUS = [name for name in aot.TARGETS if aot.TARGETS[name].platform == "tpu"]
 )
 def test_shared_prefixes_compile_for_every_tpu(target, heads, rows):
     """One more kernel: the decode rows' own keys, and the keys of their groups."""
-    geometry = aot.Geometry(*heads, 16, "bfloat16")
-    report = aot.compile_attention(target, geometry, num_decodes=rows, max_groups=4)
+    geometry = geometries.Geometry(*heads, 16, "bfloat16")
+    report = geometries.compile_attention(target, geometry, num_decodes=rows, max_groups=4)
     assert report.alias_bytes >= report.pool_bytes and report.num_kernels == 2, report
     # States of 256 rows and four groups; on v5p, whose cores share no VMEM, in HBM (19.5 MiB), elsewhere 6 at most.
     assert report.temp_bytes < (24 << 20 if target == "v5p" else 8 << 20), report
@@ -99,15 +99,17 @@ def test_shared_prefixes_compile_for_every_tpu(target, heads, rows):
 @needs("v5p")
 def test_two_cores_compile_in_place():
     """v5p: the grid's first axis is the cores, by which the compiler deals its programs out."""
-    report = aot.compile_attention("v5p", aot.Geometry(*LLAMA, 16, "bfloat16"), prefill_tokens=64)
+    report = geometries.compile_attention(
+        "v5p", geometries.Geometry(*LLAMA, 16, "bfloat16"), prefill_tokens=64
+    )
     assert report.in_place and report.num_kernels == 3, report
 
 
 @pytest.mark.parametrize("rows, context", [pytest.param(32, 131_072, marks=pytest.mark.full), (256, 32_768)])
 @needs("v5e")
 def test_F061_long_tables_compile(rows, context):
-    report = aot.compile_attention(
-        "v5e", aot.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=rows, context_tokens=context
+    report = geometries.compile_attention(
+        "v5e", geometries.Geometry(*LLAMA, 16, "bfloat16"), num_decodes=rows, context_tokens=context
     )
     assert report.in_place, report
 
@@ -117,12 +119,12 @@ def test_F061_long_tables_compile(rows, context):
 @pytest.mark.parametrize("heads, dtype", [((32, 32, 128), "float32"), ((64, 64, 128), "bfloat16")], ids=str)
 def test_F061_wide_heads_compile_on_every_tpu(target, heads, dtype):
     """Their buffers are over the 16 MiB that a kernel may use by default: the limit is set from the chip."""
-    report = aot.compile_attention(target, aot.Geometry(*heads, 16, dtype), prefill_tokens=64)
+    report = geometries.compile_attention(target, geometries.Geometry(*heads, 16, dtype), prefill_tokens=64)
     assert report.num_kernels >= 2 and report.kernel_bytes < report.limits.on_chip_bytes, report
 
 
 _QUICK_CODES = {("v5e", "int8", 32)}
-LATENT = aot.Geometry(128, 1, 576, 16, "bfloat16", 512)
+LATENT = geometries.Geometry(128, 1, 576, 16, "bfloat16", 512)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ LATENT = aot.Geometry(128, 1, 576, 16, "bfloat16", 512)
 )
 def test_latent_rows_compile_in_place(target):
     """DeepSeek's: 128 heads over one row of 512 + 64 lanes, decode and prefill."""
-    report = aot.compile_attention(target, LATENT, prefill_tokens=8)
+    report = geometries.compile_attention(target, LATENT, prefill_tokens=8)
     assert report.in_place and report.num_kernels == 2, report
     assert report.kernel_bytes < report.limits.on_chip_bytes
 
@@ -151,7 +153,9 @@ def test_latent_rows_compile_in_place(target):
 )
 def test_pools_of_eight_bits_compile_in_place(target, dtype, block_size):
     """Decode and a prompt. XLA:TPU would copy the whole pool for less than a tile of 32 tokens (`_write_tiles`)."""
-    report = aot.compile_attention(target, aot.Geometry(*LLAMA, block_size, dtype), prefill_tokens=64)
+    report = geometries.compile_attention(
+        target, geometries.Geometry(*LLAMA, block_size, dtype), prefill_tokens=64
+    )
     assert report.in_place and report.num_kernels == 3, report
     assert report.kernel_bytes < report.limits.on_chip_bytes
 
@@ -159,13 +163,13 @@ def test_pools_of_eight_bits_compile_in_place(target, dtype, block_size):
 @needs("h100")
 def test_latent_rows_are_refused_by_name_for_hopper():
     with pytest.raises(NotImplementedError, match="latent_dim=512: values within keys are not read"):
-        aot.compile_attention("h100", LATENT)
+        geometries.compile_attention("h100", LATENT)
 
 
 @needs("h100")
 def test_mixed_step_of_wide_heads_compiles_for_hopper():
-    geometry = aot.Geometry(8, 1, 256, 16, "bfloat16")
-    report = aot.compile_attention("h100", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
+    geometry = geometries.Geometry(8, 1, 256, 16, "bfloat16")
+    report = geometries.compile_attention("h100", geometry, prefill_tokens=64, window=100, soft_cap=30.0)
     assert report.in_place, report
     # Blocks come by TMA, products go through the tensor cores of Hopper.
     assert "cp.async.bulk.tensor" in report.hlo
@@ -176,32 +180,32 @@ def test_mixed_step_of_wide_heads_compiles_for_hopper():
 def test_probabilities_in_registers_compile_where_they_are_asked_for():
     """Neither a device nor the interpreter has judged them: an implementation to be named, never tried by itself."""
     name = "pagedjax.kernels.pallas_mosaic:attend_in_registers"
-    layout = aot.Geometry(*LLAMA, 16, "bfloat16").layout()
-    fn, args = aot.attention_step(layout, LLAMA[0], implementation=name, prefill_tokens=64)
+    layout = geometries.Geometry(*LLAMA, 16, "bfloat16").layout()
+    fn, args = geometries.attention_step(layout, LLAMA[0], implementation=name, prefill_tokens=64)
     report = aot.compile(name, "h100", fn, args, donate=(0,), pool_bytes=layout.num_bytes)
     assert report.in_place and report.num_kernels == 2, report
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", targets())
-@pytest.mark.parametrize("heads", aot._HEADS, ids=str)
+@pytest.mark.parametrize("heads", geometries.HEADS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_geometries(target, dtype, heads):
-    mine = [g for g in aot.geometries(target) if (g.num_heads, g.num_kv_heads, g.head_dim) == heads]
+    mine = [g for g in geometries.geometries(target) if (g.num_heads, g.num_kv_heads, g.head_dim) == heads]
     mine = [g for g in mine if g.dtype == dtype]
     for geometry in mine:
-        report = aot.compile_attention(target, geometry)
+        report = geometries.compile_attention(target, geometry)
         assert report.in_place, report
         assert report.kernel_bytes < report.limits.on_chip_bytes
 
 
 def test_the_tables_are_as_large_as_they_should_be():
-    counts = {target: len(set(aot.geometries(target))) for target in aot.TARGETS}
+    counts = {target: len(set(geometries.geometries(target))) for target in aot.TARGETS}
     assert counts == {
         "v5e": 84, "v6e": 28, "v4": 28, "v5p": 28, "tpu7x": 28,
         "h100": 56, "a100": 28, "rtx4090": 28, "l4": 8, "b200": 8,
     }  # fmt: skip
-    assert any(geometry.head_dim == 256 for geometry in aot.geometries("h100"))
+    assert any(geometry.head_dim == 256 for geometry in geometries.geometries("h100"))
 
 
 @needs("v5e")
@@ -251,8 +255,8 @@ def test_prefill_spills_no_registers(target):
 @needs("a100")
 @pytest.mark.parametrize("target", ["a100", pytest.param("rtx4090", marks=pytest.mark.full)])
 def test_blocks_come_by_cp_async_before_hopper(target):
-    geometry = aot.Geometry(*SMOLLM, 16, "bfloat16")
-    report = aot.compile_attention(target, geometry, prefill_tokens=64, window=100, soft_cap=30.0)
+    geometry = geometries.Geometry(*SMOLLM, 16, "bfloat16")
+    report = geometries.compile_attention(target, geometry, prefill_tokens=64, window=100, soft_cap=30.0)
     assert report.in_place, report
     assert "cp.async.c" in report.hlo and "mma.sync" in report.hlo
     assert "cp.async.bulk" not in report.hlo and "wgmma" not in report.hlo
@@ -261,8 +265,8 @@ def test_blocks_come_by_cp_async_before_hopper(target):
 def test_wgmma_is_refused_where_there_is_none():
     chip = aot.AbstractGpu(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
     object.__setattr__(chip, "compute_capability", "10.0")
-    fn, args = aot.attention_step(
-        aot.Geometry(*SMOLLM, 16, "bfloat16").layout(1 << 20), 9, implementation="pallas_mosaic"
+    fn, args = geometries.attention_step(
+        geometries.Geometry(*SMOLLM, 16, "bfloat16").layout(1 << 20), 9, implementation="pallas_mosaic"
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
     reason = r"jax .* must be 0\.12|compute capability 10\.0: must be a Hopper GPU"
@@ -274,8 +278,8 @@ def test_later_gpus_are_refused_by_name():
     """12.x: Mosaic lowers, and ptxas is asked for another target than the code is for."""
     chip = aot.AbstractGpu(device_kind="NVIDIA GeForce RTX 5090", num_cores=170, platform="gpu")
     object.__setattr__(chip, "compute_capability", "12.0")
-    fn, args = aot.attention_step(
-        aot.Geometry(*SMOLLM, 16, "bfloat16").layout(1 << 20), 9, implementation="pallas_mma"
+    fn, args = geometries.attention_step(
+        geometries.Geometry(*SMOLLM, 16, "bfloat16").layout(1 << 20), 9, implementation="pallas_mma"
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
     reason = r"jax .* must be 0\.12|compute capability 12\.0: must be .* 8\.0 to 10\.x; use 'xla'"

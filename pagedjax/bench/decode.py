@@ -272,7 +272,7 @@ def _measure_batch(
             timed_step(recorder)  # the first pure decode step is not timed
             recorder.records.clear()
             step_s.append(min(timed_step(recorder) for _ in range(tokens)))
-            hosts.append(np.median([_host_seconds(record) for record in recorder.records], axis=0))
+            hosts.append(np.median([host_seconds(record) for record in recorder.records], axis=0))
         dense_s.append(dense.best_step(context, tokens))
         products_s.append(products.best(tokens))
         floor_s.append(floor(kv_bytes))
@@ -306,7 +306,8 @@ def _kv_bytes_per_token(layouts: Sequence[KVLayout]) -> int:
     return sum(l.num_layers * l.used_width * jnp.dtype(l.storage).itemsize for l in layouts)
 
 
-def _host_seconds(record: StepRecord) -> tuple[float, float, float, float]:
+def host_seconds(record: StepRecord) -> tuple[float, float, float, float]:
+    """Of a step, the seconds in which the host planned, packed, dispatched and booked."""
     return record.schedule_s, record.result.pack_s, record.result.dispatch_s, record.commit_s
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.bench.decode import check_fits, host_seconds
 from pagedjax.engine import Engine, StepRecord
 from pagedjax.engine.request import SamplingParams
 from pagedjax.lab.claims import TableRow
@@ -56,8 +57,6 @@ def run(
     Raises:
         ValueError: The batch does not fit the engine's limits or its pool.
     """
-    from pagedjax.bench.decode import check_fits
-
     check_fits(llm, [batch], context, tokens)
     note(f"batch {batch}: {rounds} rounds of {tokens} steps of {step_ms:g} ms, overlap off and on")
     rates: dict[bool, list[float]] = {False: [], True: []}
@@ -68,7 +67,7 @@ def run(
             for overlap, taken in rates.items():
                 seconds, records = _decode(llm, overlap, batch, context, tokens, seed)
                 taken.append(batch * tokens / seconds)
-                hosts[overlap].append(np.median([_host_seconds(record) for record in records], axis=0))
+                hosts[overlap].append(np.median([host_seconds(record) for record in records], axis=0))
                 ahead[overlap] += sum(record.overlap == "ahead" for record in records)
     device = batch * 1e3 / step_ms
     rows: list[TableRow] = []
@@ -118,10 +117,6 @@ def _decode(
     for _ in range(tokens):
         engine.step()
     return time.perf_counter() - started, records
-
-
-def _host_seconds(record: StepRecord) -> tuple[float, float, float, float]:
-    return record.schedule_s, record.result.pack_s, record.result.dispatch_s, record.commit_s
 
 
 class _Late:

@@ -413,8 +413,10 @@ ffi::Error Tiles(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int laye
   if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
   const tiles::Shape s{dims[1], dims[2], dims[3], tables.dimensions()[1], blocks, pool_dims[1], pool_dims[2], window};
   const int64_t T = dims[0], S = tables.dimensions()[0], heads = T * s.K * s.G;
-  if (2 * s.K * s.H > s.W || (codes != 0 && !HasScales(s.K, s.H, s.W)) || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || S < 1 || tile_queries < 1)
-    return ffi::Error::InvalidArgument("pool: must hold 2*K*H lanes a token, and their scales, in blocks of a power of two");
+  if (2 * s.K * s.H > s.W || (codes != 0 && !HasScales(s.K, s.H, s.W)) || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 ||
+      S < 1 || tile_queries < 1)
+    return ffi::Error::InvalidArgument(
+        "pool: must hold 2*K*H lanes a token, and their scales, in blocks of a power of two");
   if (static_cast<int64_t>(lens.element_count()) < S || static_cast<int64_t>(starts.element_count()) < S + 1 ||
       tile_start.element_count() != tile_row.element_count() ||
       static_cast<int64_t>(old_acc.element_count()) != heads * s.H ||
@@ -473,6 +475,17 @@ ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer kv, Ints slots, Int layer, 
   return ffi::Error::Success();
 }
 
+// work(weights, scales): of matrices [rows, K]; scales, one per row, are null but of int8.
+template <typename Work>
+ffi::Error WithWeights(ffi::AnyBuffer w, Floats scale, const Work& work) {
+  const ffi::DataType type = w.element_type();
+  if (type == ffi::F32) return work(static_cast<const float*>(w.untyped_data()), nullptr);
+  if (type == ffi::BF16) return work(static_cast<const uint16_t*>(w.untyped_data()), nullptr);
+  if (type == ffi::S8 && static_cast<int64_t>(scale.element_count()) == w.dimensions()[0])
+    return work(static_cast<const int8_t*>(w.untyped_data()), scale.typed_data());
+  return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
+}
+
 // y[T, O] = x[T, K] w[O, K]^T; `scale` is empty, or of int8 rows.
 ffi::Error Product(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats scale, ffi::Result<F32x2> y) {
   const auto dims = w.dimensions();
@@ -481,16 +494,11 @@ ffi::Error Product(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats sc
     return ffi::Error::InvalidArgument("w: must be [O, K] for x [T, K] and y [T, O]");
   const int64_t O = dims[0];
   auto parallel = [&](int64_t n, const auto& work) { ParallelFor(threads, n, work); };
-  auto run = [&](auto* data) {
-    products::Product(parallel, threads.num_threads(), x.typed_data(), data, scale.typed_data(), y->typed_data(), T, O,
-                      K);
+  auto run = [&](auto* data, const float* scales) {
+    products::Product(parallel, threads.num_threads(), x.typed_data(), data, scales, y->typed_data(), T, O, K);
     return ffi::Error::Success();
   };
-  if (w.element_type() == ffi::F32) return run(static_cast<const float*>(w.untyped_data()));
-  if (w.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(w.untyped_data()));
-  if (w.element_type() == ffi::S8 && static_cast<int64_t>(scale.element_count()) == O)
-    return run(static_cast<const int8_t*>(w.untyped_data()));
-  return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
+  return WithWeights(w, scale, run);
 }
 
 // y[A, O]: of assignment a row a / (A / T) of x[T, K] times group ids[a] of w[G * O, K]; zeros where there is none.
@@ -508,11 +516,7 @@ ffi::Error Grouped(ffi::ThreadPool threads, F32x2 x, ffi::AnyBuffer w, Floats sc
                       A, A / T, groups, O, K);
     return ffi::Error::Success();
   };
-  if (w.element_type() == ffi::F32) return run(static_cast<const float*>(w.untyped_data()), nullptr);
-  if (w.element_type() == ffi::BF16) return run(static_cast<const uint16_t*>(w.untyped_data()), nullptr);
-  if (w.element_type() == ffi::S8 && static_cast<int64_t>(scale.element_count()) == dims[0])
-    return run(static_cast<const int8_t*>(w.untyped_data()), scale.typed_data());
-  return ffi::Error::InvalidArgument("w: must be float32, bfloat16, or int8 with a scale per row");
+  return WithWeights(w, scale, run);
 }
 
 }  // namespace

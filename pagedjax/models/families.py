@@ -67,6 +67,8 @@ class Names:
         adjacent_pairs: Rotary pairs lie side by side in the rows of q and k.
         q, q_down, q_up, kv_down, kv_norm, kv_up: Of latent attention in place of qkv; q where queries have no
             rank of their own.
+        k_up, v_up: What kv_up holds as one matrix a head, [in, out] of keys and [out, in] of values, each all heads in
+            one tensor; of files that have no kv_up.
         norm_add: Norm scales are stored less this number.
         position_skip: Rows in front of the learned positions that no token uses.
         spare_layers: Layers behind the last that a file may hold and that the decoder has none of: they predict
@@ -102,6 +104,8 @@ class Names:
     kv_down: str = ""
     kv_norm: str = ""
     kv_up: str = ""
+    k_up: str = ""
+    v_up: str = ""
     transpose: bool = False
     adjacent_pairs: bool = False
     norm_add: float = 0.0
@@ -202,6 +206,18 @@ _DEEPSEEK_HF: dict[str, Any] = dict(
     kv_up="self_attn.kv_b_proj",
     spare_layers=1,
 )
+_DEEPSEEK_GGUF: dict[str, Any] = dict(
+    qkv=(),
+    q="attn_q",
+    q_down="attn_q_a",
+    q_norm="attn_q_a_norm",
+    q_up="attn_q_b",
+    kv_down="attn_kv_a_mqa",
+    kv_norm="attn_kv_a_norm",
+    kv_up="attn_kv_b",
+    k_up="attn_k_b",
+    v_up="attn_v_b",
+)
 _GPT2_HF = Names(
     embed="wte",
     position_embed="wpe",
@@ -251,6 +267,7 @@ NAMES: dict[tuple[str, str], Names] = {
     ("gguf", "gemma2"): replace(_LLAMA_GGUF, **_GEMMA_GGUF),
     ("gguf", "gemma3"): replace(_LLAMA_GGUF, **_GEMMA_GGUF, q_norm="attn_q_norm", k_norm="attn_k_norm"),
     ("gguf", "gpt_oss"): replace(_LLAMA_GGUF, adjacent_pairs=False, mlp_norm="post_attention_norm"),
+    ("gguf", "deepseek"): replace(_LLAMA_GGUF, **_DEEPSEEK_GGUF),
     ("gguf", "qwen"): replace(_LLAMA_GGUF, adjacent_pairs=False, q_norm="attn_q_norm", k_norm="attn_k_norm"),
 }
 
@@ -260,7 +277,8 @@ def names_for(file_format: str, family: str, tensors: Iterable[str] = ()) -> Nam
 
     Args:
         file_format, family: Which row.
-        tensors: Names in the file, which say whether it leaves the family's prefix out.
+        tensors: Names in the file, which say whether it leaves the family's prefix out, and which way of keeping
+            the same matrices it has.
 
     Raises:
         ModelError: There is no such row.
@@ -269,8 +287,12 @@ def names_for(file_format: str, family: str, tensors: Iterable[str] = ()) -> Nam
         have = ", ".join(sorted(f for fmt, f in NAMES if fmt == file_format))
         raise ModelError(f"family {family!r} in {file_format} files: no weight names; have {have}")
     names = NAMES[file_format, family]
-    prefix, bare = names.optional_prefix, names.layer.partition("{")[0]
     found = list(tensors)
+    if names.k_up and any(name.endswith(f"{names.kv_up}.weight") for name in found):
+        # Files made for both ways hold the matrices twice.
+        twice = (f"{names.k_up}.weight", f"{names.v_up}.weight")
+        names = replace(names, k_up="", v_up="", ignored=(*names.ignored, *twice))
+    prefix, bare = names.optional_prefix, names.layer.partition("{")[0]
     if any(name.startswith(bare) for name in found) and not any(name.startswith(prefix) for name in found):
         return names
     return replace(
@@ -418,11 +440,23 @@ def _latent_leaves(c: ModelConfig, names: Names, prefix: str, root: tuple[str, .
     leaves += paired(linear("q_up", *up, N * a.query_dim), a.query_dim)
     leaves += paired(linear("kv_down", names.kv_down, c.d_model, a.row_dim, c.qkv_bias), a.row_dim)
     leaves += _norm(c, names, (*root, "kv_norm"), prefix + names.kv_norm, a.kv_lora_rank)
-    head, rank = a.nope_dim + a.value_dim, a.kv_lora_rank
+    rank = a.kv_lora_rank
+    if names.k_up:
+        k_up = _heads(f"{prefix}{names.k_up}.weight", N, (rank, a.nope_dim), transpose=True)
+        leaves.append(Leaf((*root, "k_up", "weight"), (N * a.nope_dim, rank), k_up))
+        v_up = _heads(f"{prefix}{names.v_up}.weight", N, (a.value_dim, rank))
+        leaves.append(Leaf((*root, "v_up", "weight"), (N * a.value_dim, rank), v_up))
+        return leaves
+    head = a.nope_dim + a.value_dim
     for name, start, stop in (("k_up", 0, a.nope_dim), ("v_up", a.nope_dim, head)):
         part = Part(f"{prefix}{names.kv_up}.weight", (N * head, rank), take=(head, start, stop))
         leaves.append(Leaf((*root, name, "weight"), (N * (stop - start), rank), (part,)))
     return leaves
+
+
+def _heads(name: str, count: int, shape: tuple[int, ...], transpose: bool = False) -> tuple[Part, ...]:
+    """Parts of a tensor that holds one matrix a head."""
+    return tuple(Part(name, shape, transpose=transpose, index=i, count=count) for i in range(count))
 
 
 def _linear(

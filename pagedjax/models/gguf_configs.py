@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagedjax.models.config import LIMITS, ModelConfig, ModelError, RopeScaling, check_range
+from pagedjax.models.config import (
+    LIMITS,
+    LatentAttention,
+    ModelConfig,
+    ModelError,
+    RopeScaling,
+    check_range,
+)
 from pagedjax.models.config_keys import Reader, refuse_key
 from pagedjax.models.mixture import Experts
 
@@ -97,8 +104,12 @@ def _vocab_size(r: Reader) -> int:
     return size
 
 
-def _rope_scaling(r: Reader) -> RopeScaling | None:
-    """As llama.cpp reads it: a factor without a type is linear, a type "none" switches the factor off."""
+def _rope_scaling(r: Reader, log_multiplier: float = 0.0) -> RopeScaling | None:
+    """As llama.cpp reads it: a factor without a type is linear, a type "none" switches the factor off.
+
+    Args:
+        log_multiplier: Of architectures that put yarn's temperature on the scores, and not on cos and sin.
+    """
     kind = r.get(f"{_SCALING}type", "linear")
     if kind not in ("none", "linear", "yarn"):
         r.fail(f"{_SCALING}type", "must be none, linear or yarn; others are not supported")
@@ -114,8 +125,8 @@ def _rope_scaling(r: Reader) -> RopeScaling | None:
         )
     if r.number(f"{_SCALING}yarn_ext_factor", 1.0) != 1.0:
         r.fail(f"{_SCALING}yarn_ext_factor", "must be 1")
-    if r.number(f"{_SCALING}yarn_log_multiplier", 0.0) != 0.0:
-        r.fail(f"{_SCALING}yarn_log_multiplier", "must be 0")
+    if r.number(f"{_SCALING}yarn_log_multiplier", 0.0) != log_multiplier:
+        r.fail(f"{_SCALING}yarn_log_multiplier", f"must be {log_multiplier:g}")
     factor = r.positive(f"{_SCALING}factor")
     original = r.whole(f"{_SCALING}original_context_length", r.whole("context_length"))
     # llama.cpp multiplies its factor with YaRN's own.
@@ -126,7 +137,7 @@ def _rope_scaling(r: Reader) -> RopeScaling | None:
         original,
         beta_fast=r.positive(f"{_SCALING}yarn_beta_fast", 32.0),
         beta_slow=r.positive(f"{_SCALING}yarn_beta_slow", 1.0),
-        attention_factor=0.0 if attention == 1.0 else own * attention,
+        attention_factor=1.0 if log_multiplier else 0.0 if attention == 1.0 else own * attention,
     )
 
 
@@ -135,16 +146,32 @@ def _same(r: Reader, key: str, value: int, meaning: str) -> None:
         r.fail(key, f"must be {value}: {meaning}")
 
 
-def _read(r: Reader, family: str, *, slides: bool = False) -> dict[str, Any]:
-    num_heads, d_model = r.whole("attention.head_count"), r.whole("embedding_length")
+def _num_heads(r: Reader) -> int:
+    num_heads = r.whole("attention.head_count")
     check_range("attention.head_count", num_heads, 1, LIMITS["num_heads"])
+    return num_heads
+
+
+def _read(
+    r: Reader, family: str, *, slides: bool = False, row_dim: int = 0, log_multiplier: float = 0.0
+) -> dict[str, Any]:
+    """The fields that all architectures share.
+
+    Args:
+        family: Row of weight names.
+        slides: Its layers have a window.
+        row_dim: Not 0: lanes of the one latent row that a token keeps, in place of keys and values a head.
+        log_multiplier: Of `_rope_scaling`.
+    """
+    num_heads, d_model = _num_heads(r), r.whole("embedding_length")
     check_range("embedding_length", d_model, 1, LIMITS["d_model"])
-    num_layers = r.whole("block_count")
+    num_layers, vocab_size = r.whole("block_count"), _vocab_size(r)
     check_range("block_count", num_layers, 1, LIMITS["num_layers"])
-    head_dim, vocab_size = r.whole("attention.key_length", d_model // num_heads), _vocab_size(r)
-    check_range("attention.key_length", head_dim, 1, LIMITS["head_dim"])
-    _same(r, "attention.value_length", head_dim, "values are as wide as keys here")
-    _same(r, "rope.dimension_count", head_dim, "partly rotated heads are not supported")
+    head_dim = row_dim or r.whole("attention.key_length", d_model // num_heads)
+    if not row_dim:
+        check_range("attention.key_length", head_dim, 1, LIMITS["head_dim"])
+        _same(r, "attention.value_length", head_dim, "values are as wide as keys here")
+        _same(r, "rope.dimension_count", head_dim, "partly rotated heads are not supported")
     if not slides:
         _same(r, "attention.sliding_window", 0, "layers of this architecture do not slide")
     if not r.flag("attention.causal", True):
@@ -154,13 +181,13 @@ def _read(r: Reader, family: str, *, slides: bool = False) -> dict[str, Any]:
         num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
-        num_kv_heads=r.whole("attention.head_count_kv", num_heads),
+        num_kv_heads=1 if row_dim else r.whole("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         d_mlp=r.whole("feed_forward_length"),
         vocab_size=vocab_size,
         max_model_len=r.whole("context_length"),
         rope_theta=r.positive("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(r),
+        rope_scaling=_rope_scaling(r, log_multiplier),
         norm_eps=r.positive("attention.layer_norm_rms_epsilon"),
     )
 
@@ -281,6 +308,92 @@ def _gemma3(r: Reader) -> ModelConfig:
     )
 
 
+def _latent(r: Reader) -> LatentAttention:
+    """Widths of latent attention, as converters wrote them before and after they told latent and head apart."""
+    num_heads, rank, rope = _num_heads(r), r.whole("attention.kv_lora_rank"), r.whole("rope.dimension_count")
+    if r.get("attention.key_length_mla") is None and r.get("attention.value_length_mla") is None:
+        query, value = r.whole("attention.key_length"), r.whole("attention.value_length")
+        _same(r, "attention.head_count_kv", num_heads, "every head has keys of its own")
+    else:
+        query, value = r.whole("attention.key_length_mla"), r.whole("attention.value_length_mla")
+        _same(r, "attention.head_count_kv", 1, "all heads share the latent row")
+        _same(r, "attention.key_length", rank + rope, "a row is the latent and the rotated key")
+        _same(r, "attention.value_length", rank, "values are the latent")
+    return LatentAttention(
+        kv_lora_rank=rank,
+        nope_dim=query - rope,
+        rope_dim=rope,
+        value_dim=value,
+        q_lora_rank=r.whole("attention.q_lora_rank", 0),
+    )
+
+
+# DeepSeek models of up to so many experts choose among all of them; files of larger ones must say their groups.
+_UNGROUPED = 64
+
+
+def _deepseek_experts(r: Reader) -> Experts | None:
+    layers, dense = r.whole("block_count"), r.whole("leading_dense_block_count", 0)
+    check_range("block_count", layers, 1, LIMITS["num_layers"])
+    check_range("leading_dense_block_count", dense, 0, LIMITS["num_layers"])
+    if dense >= layers:
+        return None
+    count = r.whole("expert_count")
+    gates = {1: "softmax", 2: "sigmoid"}
+    gate = r.whole("expert_gating_func", 1)
+    if gate not in gates:
+        r.fail("expert_gating_func", "must be 1 (softmax) or 2 (sigmoid)")
+    if r.get("expert_group_count") is None and count > _UNGROUPED:
+        r.fail(
+            "expert_group_count",
+            f"must be given where expert_count={count}: large models choose within groups, and older converters left "
+            "the number out; convert the file again",
+        )
+    groups = r.whole("expert_group_count", 1) or 1
+    width = r.whole("expert_feed_forward_length")
+    sigmoid = gates[gate] == "sigmoid"
+    return Experts(
+        count,
+        r.whole("expert_used_count"),
+        width,
+        layers=tuple(layer >= dense for layer in range(layers)) if dense else (),
+        routing=gates[gate],
+        normalise=r.flag("expert_weights_norm", False),
+        scale=r.number("expert_weights_scale", 0.0) or 1.0,
+        choice_bias=sigmoid,
+        num_groups=groups,
+        groups_per_token=r.whole("expert_group_used_count") if groups > 1 else 1,
+        # As DeepSeek-V2 and V3 do; llama.cpp adds up the best two for both.
+        group_score="best-two" if sigmoid else "best",
+        d_shared=width * r.whole("expert_shared_count", 0),
+    )
+
+
+def _deepseek2(r: Reader) -> ModelConfig:
+    latent, log_multiplier = _latent(r), r.number(f"{_SCALING}yarn_log_multiplier", 0.0)
+    read = _read(r, "deepseek", row_dim=latent.row_dim, log_multiplier=log_multiplier)
+    scaling = read["rope_scaling"]
+    temperature = 1.0
+    if scaling is not None:
+        if scaling.kind != "yarn" or log_multiplier <= 0.0:
+            r.fail(
+                f"{_SCALING}yarn_log_multiplier",
+                f"must be above 0 beside {scaling.kind} scaling by {scaling.factor:g}, and the scaling yarn: it says "
+                "how scores are scaled; convert the file again",
+            )
+        for key in ("attn_factor", "yarn_attn_factor"):
+            if r.number(f"{_SCALING}{key}", 1.0) != 1.0:
+                r.fail(f"{_SCALING}{key}", "must be 1 in this architecture")
+        temperature = 1.0 + log_multiplier * math.log(max(scaling.factor, 1.0))
+    return ModelConfig(
+        **read,
+        tie_embeddings=True,
+        latent=latent,
+        experts=_deepseek_experts(r),
+        query_scale=latent.query_dim**-0.5 * temperature**2,
+    )
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What a general.architecture reads.
@@ -303,6 +416,17 @@ _EXPERTS = (
     "expert_shared_count",
 )
 
+_LATENT = (
+    "attention.q_lora_rank",
+    "attention.kv_lora_rank",
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+    "leading_dense_block_count",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _EXPERTS),
     "smollm3": Architecture(_smollm3),
@@ -311,6 +435,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture(_qwen3moe, _EXPERTS),
     "olmoe": Architecture(_olmoe, _EXPERTS),
     "gpt-oss": Architecture(_gpt_oss, _EXPERTS),
+    "deepseek2": Architecture(_deepseek2, (*_EXPERTS, *_LATENT)),
     "gemma2": Architecture(_gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),
     "gemma3": Architecture(_gemma3, ("final_logit_softcapping", "rope.freq_base_swa")),
 }

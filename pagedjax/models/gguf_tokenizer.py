@@ -67,6 +67,44 @@ _LLAMA3 = Split((_LLAMA3_SPLIT,), whole_words=True, add_bos=True)
 _QWEN2 = Split((_QWEN2_SPLIT,), nfc=True)
 _GPT2 = Split((_GPT2_SPLIT,))
 _DIGITS = Split((r"\p{N}", _GPT2_SPLIT))
+
+
+def _ranges(text: str) -> str:
+    """A class of characters from hexadecimal numbers and ranges, none of which means something in a class."""
+    ends = [[chr(int(end, 16)) for end in part.split("-")] for part in text.split()]
+    return f"[{''.join('-'.join(pair) for pair in ends)}]"
+
+
+# Letters with case as the tokenizer of DeepSeek-V2 lists them: not Armenian small ones, nor mathematical alphabets.
+_DEEPSEEK_LETTERS = _ranges(
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c "
+    "38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b "
+    "1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 "
+    "1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 "
+    "2115 2119-211d 2124 2126 2128 212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b "
+    "2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 "
+    "fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df "
+    "1e900-1e943"
+)
+_DEEPSEEK = Split(
+    (
+        r"[\r\n]",
+        rf"\s?{_DEEPSEEK_LETTERS}+",
+        rf"\s?{_ranges('21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002')}+",
+        r"\s+$",
+        f"{_ranges('4e00-9fa5 800-4e00 ac00-d7ff')}+",
+        r"\p{N}+",
+    )
+)
+# V3 cuts digits in threes, then Chinese and Japanese from the rest.
+_DEEPSEEK3 = Split(
+    (
+        r"\p{N}{1,3}",
+        f"{_ranges('4e00-9fa5 3040-309f 30a0-30ff')}+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _DEFAULT = Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]"))
 # tokenizer.ggml.pre → split; names that llama.cpp treats alike.
 SPLITS: dict[str, Split] = {
@@ -79,6 +117,8 @@ SPLITS: dict[str, Split] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3
     ),
     **dict.fromkeys(("smaug-bpe", "dbrx"), Split((_LLAMA3_SPLIT,))),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-v3": _DEEPSEEK3,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
 }
 

@@ -20,7 +20,7 @@ def judge() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable:
-    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, extra tensors, arch)."""
+    """Writes a tiny model as GGUF: (path, config, hf-style tensors, kind, extra tensors, arch, split)."""
     return _write_gguf
 
 
@@ -79,7 +79,7 @@ _GEMMA_TO_GGUF = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S*?experts)\.(\d+\.)?(\w+)(\.weight)?")
+_EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S*?(?<!shared_)experts)\.(\d+\.)?(\w+)(\.weight)?")
 _PROJECTIONS = dict(w1="gate", w3="up", w2="down", gate_proj="gate", up_proj="up", down_proj="down")
 
 
@@ -123,7 +123,60 @@ def _interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(w.shape)
 
 
-def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama") -> Path:
+def _deepseek_tensors(config, tensors, split):
+    """Under GGUF's names, by the library's own table; keys' and values' matrices head by head where split."""
+    import gguf
+
+    names, out, a = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, config.num_layers), {}, config.latent
+    for name, w in tensors.items():
+        stem, kind = name.rsplit(".", 1)
+        if stem.endswith("kv_b_proj") and split:
+            heads = w.reshape(config.num_heads, -1, a.kv_lora_rank)
+            keys, values = heads[:, : a.nope_dim].swapaxes(1, 2), heads[:, a.nope_dim :]
+            for letter, part in (("k", keys), ("v", values)):
+                out[names.get_name(stem.replace("kv_b", f"{letter}_b")) + ".weight"] = np.ascontiguousarray(
+                    part
+                )
+        elif kind == "e_score_correction_bias":
+            out[names.get_name(f"{stem}.e_score_correction") + ".bias"] = w
+        else:
+            out[f"{names.get_name(stem)}.{kind}"] = w
+    return out
+
+
+def _write_latent(writer, config, split: bool) -> None:
+    """The metadata of latent attention and of DeepSeek's experts, as converters write it."""
+    import gguf
+
+    a, e, s = config.latent, config.experts, config.rope_scaling
+    query = a.nope_dim + a.rope_dim
+    writer.add_head_count_kv(1 if split else config.num_heads)
+    writer.add_key_length(a.kv_lora_rank + a.rope_dim if split else query)
+    writer.add_value_length(a.kv_lora_rank if split else a.value_dim)
+    if split:
+        writer.add_key_length_mla(query)
+        writer.add_value_length_mla(a.value_dim)
+    writer.add_kv_lora_rank(a.kv_lora_rank)
+    if a.q_lora_rank:
+        writer.add_q_lora_rank(a.q_lora_rank)
+    writer.add_rope_dimension_count(a.rope_dim)
+    if s is not None:  # scores are multiplied by the square of 1 + log_mul * ln(factor)
+        temperature = np.sqrt(config.query_scale * query**0.5)
+        writer.add_rope_scaling_yarn_log_mul(float((temperature - 1) / np.log(s.factor)))
+        writer.add_rope_scaling_yarn_beta_fast(s.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(s.beta_slow)
+    writer.add_leading_dense_block_count(e.layers.count(False) if e else config.num_layers)
+    writer.add_expert_shared_count(e.d_shared // e.d_expert if e else 0)
+    if e is not None:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[e.routing.upper()])
+        writer.add_expert_group_count(e.num_groups)
+        writer.add_expert_group_used_count(e.groups_per_token)
+        writer.add_expert_weights_scale(e.scale)
+        if e.normalise:
+            writer.add_expert_weights_norm(True)
+
+
+def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama", split=True) -> Path:
     import gguf
 
     c = config
@@ -133,9 +186,12 @@ def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama
     writer.add_embedding_length(c.d_model)
     writer.add_feed_forward_length(c.d_mlp)
     writer.add_head_count(c.num_heads)
-    writer.add_head_count_kv(c.num_kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_rope_dimension_count(c.head_dim)
+    if c.latent:
+        _write_latent(writer, c, split)
+    else:
+        writer.add_head_count_kv(c.num_kv_heads)
+        writer.add_key_length(c.head_dim)
+        writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     if c.experts is not None:
@@ -156,6 +212,8 @@ def _write_gguf(path: Path, config, tensors, kind="F32", extra=None, arch="llama
     _add_tokenizer(writer, c.vocab_size)
     stacks, tensors = _stacked_experts(tensors)
     extra = stacks | (extra or {})
+    if c.latent:
+        extra, tensors = extra | _deepseek_tensors(c, tensors, split), {}
     quant = gguf.GGMLQuantizationType[kind]
     for name, w in tensors.items():
         if arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):

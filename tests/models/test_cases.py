@@ -123,6 +123,19 @@ def test_B123_a_turn_ends_at_what_its_text_says(text):
     assert 257 not in tok.eos_token_ids
 
 
+def test_deepseeks_splits_cut_as_their_tokenizers_do():
+    """Words, figures, signs and Chinese; V2's class of signs holds ASCII letters too, so an accent cuts a word."""
+    text = "Hello, w\u00f6rld! 12345 \u4f60\u597dabc\n\nfoo.bar(x)"
+    cuts = {
+        "deepseek-llm": "Hello|,| w|\u00f6|rld|!| |12345| |\u4f60\u597d|abc|\n|\n|foo|.|bar|(|x|)",
+        "deepseek-v3": "Hello|,| w\u00f6rld|!| |123|45| |\u4f60\u597d|abc|\n\n|foo|.bar|(x|)",
+    }
+    for pre, pieces in cuts.items():
+        split = tokenizer_from_gguf(_metadata(pre=pre))._tokenizer.pre_tokenizer
+        spans = [span for _, span in split.pre_tokenize_str(text)]
+        assert "|".join(text[start:stop] for start, stop in spans) == pieces
+
+
 def test_B130_a_split_is_named_or_warned_of():
     with pytest.warns(RuntimeWarning, match=r"tokenizer\.ggml\.pre is missing"):
         unnamed = tokenizer_from_gguf(_metadata(pre=None))

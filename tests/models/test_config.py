@@ -264,6 +264,47 @@ def test_other_gemma3_metadata_is_refused(change, names):
     assert names in str(caught.value) and "\n" not in str(caught.value)
 
 
+DEEPSEEK2 = {f"deepseek2.{key}": value for key, value in {
+    "context_length": 128, "embedding_length": 32, "block_count": 3, "feed_forward_length": 48,
+    "vocab_size": 96, "attention.head_count": 4, "attention.head_count_kv": 1, "attention.kv_lora_rank": 18,
+    "attention.key_length": 24, "attention.value_length": 18, "attention.key_length_mla": 20,
+    "attention.value_length_mla": 9, "rope.dimension_count": 6, "attention.layer_norm_rms_epsilon": 1e-6,
+    "leading_dense_block_count": 1, "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 12,
+    "expert_shared_count": 2,
+}.items()} | {"general.architecture": "deepseek2"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"attention.key_length_mla": None}, "attention.key_length_mla=None: must be a whole number"),
+        ({"attention.key_length": 23}, "attention.key_length=23: must be 24"),
+        ({"attention.value_length": 9}, "attention.value_length=9: must be 18"),
+        ({"attention.head_count_kv": 4}, "attention.head_count_kv=4: must be 1"),
+        ({"attention.key_length_mla": 6}, "latent nope_dim=0"),
+        ({"rope.dimension_count": 5, "attention.key_length": 23}, "latent rope_dim=5"),
+        ({"attention.temperature_scale": 0.1}, "attention.temperature_scale"),
+        ({"expert_gating_func": 3}, "expert_gating_func=3: must be 1 (softmax) or 2 (sigmoid)"),
+        ({"expert_count": 160}, "expert_group_count=None: must be given where expert_count=160"),
+        ({"expert_group_count": 3, "expert_group_used_count": 1}, "num_experts=8 in 3 groups"),
+        ({"expert_group_count": 4}, "expert_group_used_count=None"),
+        ({"leading_dense_block_count": -1}, "leading_dense_block_count=-1"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn_log_multiplier"),
+        ({"rope.scaling.factor": 4.0}, "yarn_log_multiplier=None: must be above 0 beside linear"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.1,
+          "rope.scaling.attn_factor": 2.0}, "attn_factor=2.0: must be 1"),
+    ],
+)  # fmt: skip
+def test_other_deepseek2_metadata_is_refused(change, names):
+    config = config_from_gguf(DEEPSEEK2)
+    assert config.experts.layers == (False, True, True) and config.experts.d_shared == 24
+    assert (config.experts.scale, config.experts.num_groups, config.experts.routing) == (1.0, 1, "softmax")
+    assert config.latent.nope_dim == 14 and config.query_scale == 20**-0.5
+    with pytest.raises(ModelError) as caught:
+        config_from_gguf(DEEPSEEK2 | {f"deepseek2.{key}": value for key, value in change.items()})
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_how_many_experts_is_one_number_under_all_its_names():
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     widths = dict(

@@ -12,6 +12,7 @@ import pytest
 from pagedjax.models.dealing import Parts
 from pagedjax.models.families import leaves_of, names_for
 from pagedjax.models.formats import TensorInfo
+from pagedjax.models.latent_widths import LatentAttention
 from pagedjax.models.mixture import Experts
 from pagedjax.models.weights import flat, read_params, restore_params, save_params
 from pagedjax.runtime.mesh import make_dealer
@@ -22,6 +23,7 @@ LEARNED = dict(
 )
 HEADS = dict(num_heads=8, num_kv_heads=2)
 MIXED = dict(sinks=True, experts=Experts(5, 2, 16, layers=(False, True), router_bias=True, expert_bias=True))
+LATENT = dict(num_heads=8, num_kv_heads=1, head_dim=22, latent=LatentAttention(16, 8, 6, 10, q_lora_rank=12))
 # What differs between files: pairs side by side, [in, out] matrices, rows left out in front, ones added, fused ones; a
 # tensor an expert, or all experts of a layer in one, with gate and up in turns.
 ROWS = {
@@ -32,6 +34,7 @@ ROWS = {
     ("hf", "mixtral"): HEADS | dict(experts=Experts(5, 2, 24)),
     ("hf", "gpt_oss"): HEADS | MIXED,
     ("gguf", "gpt_oss"): HEADS | MIXED,
+    ("gguf", "deepseek"): LATENT,
     ("hf", "gpt2"): HEADS | dict(num_kv_heads=8, **LEARNED),
     ("hf", "opt"): HEADS | dict(num_kv_heads=8, **LEARNED),
 }

@@ -121,6 +121,50 @@ def test_gguf_of_a_family_gives_the_same_leaves(tmp_path, write_gguf, name, arch
     assert replace(loaded.config, **same) == replace(folder.config, **same)
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {"rope_scaling": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32,
+                                              beta_fast=16, beta_slow=2, mscale=0.707, mscale_all_dim=0.707)}),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "q_lora_rank": None}),
+    ],
+)  # fmt: skip
+def test_gguf_of_deepseek_gives_the_same_leaves_and_config(tmp_path, write_gguf, name, changes, split):
+    """By the gguf library's own names: matrices of heads as old and new converters keep them, groups, yarn."""
+    golden = GOLDENS[name] | {"config": GOLDENS[name]["config"] | changes}
+    shapes = dict(golden["shapes"])
+    if changes.get("first_k_dense_replace"):  # every layer dense, queries straight out of x
+        shapes = {n: v for n, v in shapes.items() if "q_a_" not in n and ".mlp." not in n}
+        for layer in range(3):
+            at = f"model.layers.{layer}."
+            shapes[f"{at}self_attn.q_proj.weight"] = [4 * 17, 32]
+            del shapes[f"{at}self_attn.q_b_proj.weight"]
+            for part in ("gate", "up", "down"):
+                shapes[f"{at}mlp.{part}_proj.weight"] = golden["shapes"][
+                    f"model.layers.0.mlp.{part}_proj.weight"
+                ]
+    golden["shapes"] = shapes
+    folder = _load(tmp_path, golden)
+    tensors = seeded_tensors({n: tuple(s) for n, s in shapes.items()})
+    path = write_gguf(tmp_path / "m.gguf", folder.config, tensors, arch="deepseek2", split=split)
+    loaded = load_model(path, progress=False)
+    assert jax.tree.structure(loaded.params) == jax.tree.structure(folder.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded.params, folder.params))
+    assert loaded.config.query_scale == pytest.approx(folder.config.query_scale, rel=1e-6)
+    same = dict(bos_token_id=None, eos_token_ids=(), norm_eps=1e-5, query_scale=0.1)
+    assert replace(loaded.config, **same) == replace(folder.config, **same)
+    if split and not changes:  # a file for both ways holds the matrices twice
+        twice = {
+            f"blk.{i}.attn_kv_b.weight": tensors[f"model.layers.{i}.self_attn.kv_b_proj.weight"]
+            for i in range(3)
+        }
+        path = write_gguf(tmp_path / "b.gguf", folder.config, tensors, extra=twice, arch="deepseek2")
+        both = load_model(path, progress=False)
+        assert jax.tree.all(jax.tree.map(np.array_equal, both.params, folder.params))
+
+
 def test_windows_and_positions_of_each_family(tmp_path):
     """The pattern that the config's own words ask for, layer by layer."""
 

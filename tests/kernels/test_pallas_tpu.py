@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from judges import QUICK
 
 from pagedjax.kernels import (
     IMPLEMENTATIONS,
@@ -41,7 +42,7 @@ def race_found(call):
 def run(step, interpret):
     params = {"window": None, "soft_cap": None, "sinks": None, **step.params}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def attend(q, pool, ragged):
         return pallas_tpu.attend(q, pool, step.layer, ragged, interpret=interpret, tiling=TILING, **params)
 
@@ -111,7 +112,7 @@ def test_the_kernel_writes_the_new_keys_of_decode_rows(build, interpreted, monke
         for n in (1, 0)
     )
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(ragged, layer):
         params = {name: value for name, value in step.params.items() if name != "window"}
         q = jnp.asarray(step.q, step.pool.data.dtype)

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from judges import compile_quickly
 
 from pagedjax.bench import decode
 from pagedjax.engine.request import SamplingParams
@@ -16,6 +17,7 @@ from pagedjax.llm import LLM
 def llm(tiny_folder):
     settings = dict(max_num_seqs=4, token_budget=8, num_blocks=64, compilation_cache_dir="off")
     llm = LLM(str(tiny_folder), progress=False, **settings)
+    compile_quickly(llm.runner)
     llm.warm_up(mixed=True)
     return llm
 

@@ -1,6 +1,7 @@
 """Both ways to preempt are really taken and timed, and the rule's row says what it compared."""
 
 import pytest
+from judges import compile_quickly
 
 from pagedjax.bench import preemption
 from pagedjax.llm import LLM
@@ -18,6 +19,7 @@ def test_rows_hold_both_ways_and_the_rules_choice(tiny_folder):
         prefix_caching=False,
         compilation_cache_dir="off",
     )
+    compile_quickly(llm.runner)
     (row,) = preemption.run(llm, [40], rounds=2)
     stats, scheduler = llm.manager.stats, llm.engine.scheduler
     assert scheduler.num_preemptions == 4 and scheduler.num_swaps == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from judges import QUICK
 
 from pagedjax.kernels import KVLayout, KVPool, make_pool, native, paged_attention, plan_ragged, write_kv
 from pagedjax.kernels.blocks import _write_tiles, copy_blocks, new_rows
@@ -86,11 +88,12 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(
     q = jnp.asarray(rng.standard_normal((ragged.num_tokens_bucket, 9, 24), np.float32))
     if options.pop("sinks", False):
         options["sinks"] = jnp.linspace(-1, 1, 9)
+    attend = jax.jit(
+        functools.partial(paged_attention, scale=0.2, implementation=implementation, **options),
+        compiler_options=QUICK,
+    )
     for layer in range(2):
-        ours, theirs = (
-            paged_attention(q, one, layer, ragged, scale=0.2, implementation=implementation, **options)
-            for one in (pool, wide)
-        )
+        ours, theirs = (attend(q, one, jnp.int32(layer), ragged) for one in (pool, wide))
         assert not np.isnan(ours[:total]).any() and float(jnp.abs(ours[:total]).max()) > 0.1
         np.testing.assert_allclose(ours[:total], theirs[:total], atol=2e-6)
 

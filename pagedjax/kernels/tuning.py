@@ -29,7 +29,7 @@ _GPU: dict[str, _Rule] = {
 # By kernel the sizes that it reads.
 SIZES: dict[str, dict[str, _Rule]] = {
     "plan": {"chunk_tokens": _POWER, "tile_queries": _POSITIVE},
-    "xla": {"iteration_bytes": _POSITIVE, "least_group_rows": _POWER},
+    "xla": {"iteration_bytes": _POSITIVE, "least_group_rows": _POWER, "shared_keys": _POWER},
     "pallas_tpu": {
         "chunk_tokens": _POWER,
         "chunk_bytes": _POSITIVE,

@@ -170,7 +170,7 @@ def _gather(
     Args:
         tables: i32[S, M].
         row: i32[I], which of the tables.
-        start: i32[I], multiples of num_keys.
+        start: i32[I], multiples of the smaller of B and num_keys.
         values: Which of them.
     """
     layout = pool.layout
@@ -311,12 +311,17 @@ def _shared(
 ) -> State:
     """Partial state of the decode rows over their groups' shared chunks; NEG where a row is in none.
 
-    A group's keys are gathered once and meet the queries of its rows in one product, which has room for the next power
-    of two of rows. All of these keys are written, and every row of the group sees them all.
+    A group's keys are gathered once, several chunks at a time and the last ones chunk by chunk, and meet the queries of
+    its rows in one product, which has room for the next power of two of rows. All of these keys are written, and every
+    row of the group sees them all.
     """
     Sd, K, G, H = queries.shape
     chunk, Hv = ragged.chunk_tokens, pool.layout.value_dim
-    least = ragged.sizes("xla", pool.layout, K * G)["least_group_rows"]
+    tables, pieces = ragged.block_tables, ragged.sizes("xla", pool.layout, K * G)
+    # Chunks of one product, no more than a table has; they begin where a block does.
+    most_keys = min(pieces["shared_keys"], tables.shape[1] * ragged.block_size)
+    at_once = max(1, most_keys // chunk) if chunk >= ragged.block_size else 1
+    least = pieces["least_group_rows"]
     sizes = [size for size in (least << i for i in range(Sd.bit_length())) if size < Sd] + [Sd]
 
     def one_group(i: jax.Array, state: State) -> State:
@@ -326,20 +331,27 @@ def _shared(
             packed = jnp.minimum(rows[:size], Sd - 1)
             q = queries[packed].swapaxes(0, 1).reshape(K, size * G, H)
 
-            def one_chunk(j: jax.Array, part: State) -> State:
+            def some_keys(num_keys: int, j: jax.Array, part: State) -> State:
+                """Those from chunk j on, all of them in the group's chunks."""
                 acc, m, l = part
                 start = (j * chunk)[None]
-                k = _gather(pool, layer, ragged.block_tables, rows[:1], start, chunk).astype(jnp.float32)
+                k = _gather(pool, layer, tables, rows[:1], start, num_keys).astype(jnp.float32)
                 scores = _cap(_dot("kmh,kth->kmt", q, k[0]), params.soft_cap)
                 top = jnp.maximum(m, scores.max(axis=-1))
                 shrink = jnp.exp(m - top)
                 p = jnp.exp(scores - top[..., None])
-                v = _values(pool, layer, ragged.block_tables, rows[:1], start, k)[0]
+                v = _values(pool, layer, tables, rows[:1], start, k)[0]
                 out = _dot("kmt,kth->kmh", p, v.astype(jnp.float32))
                 return acc * shrink[..., None] + out, top, l * shrink + p.sum(axis=-1)
 
-            none = no_state((K, size * G), Hv)
-            part = lax.fori_loop(work.group_first[i], work.group_chunks[i], one_chunk, none)
+            first, last = work.group_first[i], work.group_chunks[i]
+            part = no_state((K, size * G), Hv)
+            if at_once > 1:
+                whole = (last - first) // at_once
+                many = functools.partial(some_keys, at_once * chunk)
+                part = lax.fori_loop(0, whole, lambda j, part: many(first + j * at_once, part), part)
+                first = first + whole * at_once
+            part = lax.fori_loop(first, last, functools.partial(some_keys, chunk), part)
             by_place = (x.reshape(K, size, G, *x.shape[2:]).swapaxes(0, 1) for x in part)
             return of_rows(rows, tuple(by_place))
 

@@ -93,7 +93,8 @@ def test_shared_prefixes_compile_for_every_tpu(target, heads, rows):
     assert report.alias_bytes >= report.pool_bytes and report.num_kernels == 2, report
     # States of 256 rows and four groups; on v5p, whose cores share no VMEM, in HBM (19.5 MiB), elsewhere 6 at most.
     assert report.temp_bytes < (24 << 20 if target == "v5p" else 8 << 20), report
-    assert "scatter(" not in report.hlo  # the kernel writes the new keys
+    # The kernel writes the new keys, on tpu7x a scatter (tuning.toml).
+    assert ("scatter(" in report.hlo) == (target == "tpu7x")
 
 
 @needs("v5p")

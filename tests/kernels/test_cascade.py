@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.kernels import merge_states, paged_attention, plan_ragged
+from pagedjax.kernels import merge_states, paged_attention, plan_ragged, xla
 from pagedjax.kernels.cascade import PrefixGroup, find_groups, groups_that_pay
+from pagedjax.kernels.tuning import Tuning
 
 
 def groups(tables, lens, **change):
@@ -161,6 +162,25 @@ def test_cascade_equals_the_oracle_and_the_plain_pass(build, check, soft_cap, ex
     num = step.num_tokens
     np.testing.assert_allclose(merged, plain, atol=step.tolerance[0])
     np.testing.assert_allclose(merged_lse[:num], plain_lse[:num], atol=step.tolerance[1])
+
+
+@pytest.mark.parametrize("shared_keys, products", [(32, {32}), (64, {32, 64})])
+def test_several_chunks_of_a_prefix_are_one_product(build, check, monkeypatch, shared_keys, products):
+    """Three chunks of 32 for all rows and two more for two of them, in products of one or two."""
+    step = build([1] * 4, [170, 165, 97, 129], share=[(range(4), 96), (range(2), 160)])
+    own = Tuning.parse({"sizes": [{"kernel": "xla", "shared_keys": shared_keys}]}, "own.toml")
+    shared = regroup(step, tuning=own)
+    work = shared.ragged.decode_list(None)
+    assert work.group_first.tolist() == [0, 3] and work.group_chunks.tolist() == [3, 5]
+    sizes, gather = set(), xla._gather
+
+    def spy(*args, **kwargs):
+        sizes.add(args[5])
+        return gather(*args, **kwargs)
+
+    monkeypatch.setattr(xla, "_gather", spy)
+    check(shared)
+    assert sizes == products
 
 
 def test_rows_outside_the_group_and_empty_plans(build, check):

@@ -106,8 +106,14 @@ class KVLayout:
     @property
     def used_width(self) -> int:
         """Lanes of one token that hold something: 2*K*H, or H where the value lies in the key; scales with them."""
-        scales = 2 * self.num_kv_heads * SCALE_BYTES if self.quantised else 0
-        return self.kv_width if self.latent_dim else 2 * self.kv_width + scales
+        return self.num_kv_heads * sum(self.head_parts)
+
+    @property
+    def head_parts(self) -> tuple[int, ...]:
+        """Lanes of one head's key, value and scales, in their order: part by part the K heads lie side by side."""
+        if self.latent_dim:
+            return (self.head_dim,)
+        return (self.head_dim,) * 2 + (SCALE_BYTES,) * (2 * self.quantised)
 
     @property
     def quantised(self) -> bool:

@@ -10,7 +10,7 @@ by token) and "whole" (the same on every device). The place of every result is f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -392,23 +392,27 @@ class DeviceMesh:
 
     def whole_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
         """Of devices that hold the same KV head the first one's copy is taken."""
-        own, H = self.cut.kv_heads * layout.head_dim, layout.head_dim
         parts = blocks.reshape(*blocks.shape[:-1], self.devices, -1)[..., :: self.cut.kv_copies, :]
         out = np.zeros((*blocks.shape[:-1], layout.width), blocks.dtype)
-        count = layout.num_kv_heads * H
-        for values in range(layout.used_width // layout.kv_width):
-            heads = parts[..., values * own : (values + 1) * own]
-            out[..., values * count : (values + 1) * count] = heads.reshape(*heads.shape[:-2], count)
+        for own, all_heads in self._lanes(layout):
+            heads = parts[..., own]
+            out[..., all_heads] = heads.reshape(*heads.shape[:-2], -1)
         return out
 
     def own_heads(self, blocks: np.ndarray, layout: KVLayout) -> np.ndarray:
         part = self.layout(layout)
-        own, count = part.kv_width, layout.kv_width
         out = np.zeros((*blocks.shape[:-1], self.devices, part.width), blocks.dtype)
-        for values in range(layout.used_width // layout.kv_width):
-            heads = blocks[..., values * count : (values + 1) * count].reshape(*blocks.shape[:-1], -1, own)
-            out[..., values * own : (values + 1) * own] = np.repeat(heads, self.cut.kv_copies, axis=-2)
+        for own, all_heads in self._lanes(layout):
+            heads = blocks[..., all_heads].reshape(*blocks.shape[:-1], -1, own.stop - own.start)
+            out[..., own] = np.repeat(heads, self.cut.kv_copies, axis=-2)
         return out.reshape(*blocks.shape[:-1], self.devices * part.width)
+
+    def _lanes(self, layout: KVLayout) -> Iterator[tuple[slice, slice]]:
+        """Of each part of a head (key, value, scales): its lanes in a device's row, and in the row of one device alone."""
+        at = 0
+        for lanes in layout.head_parts:
+            yield tuple(slice(at * n, (at + lanes) * n) for n in (self.cut.kv_heads, layout.num_kv_heads))
+            at += lanes
 
 
 def make_place(model: ModelConfig, tensor_parallel: int) -> Placement:

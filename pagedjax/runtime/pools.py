@@ -40,11 +40,6 @@ def plan_pools(
         pool_layout(model, 1, config.cache.block_size, _kv_dtype(config), len(group.layers))
         for group in groups
     ]
-    if one_block[0].quantised and cut.devices > 1:
-        raise ValueError(
-            f"cache.dtype={config.cache.dtype}, runtime.tensor_parallel={cut.devices}: the scales of a quantised pool "
-            "are not dealt out to devices; set one of the two"
-        )
     step_tokens = config.scheduler.chunk_tokens or config.scheduler.token_budget
     kv_groups = size_groups(
         config.cache,

@@ -48,7 +48,9 @@ MODELS = {
             expert_bias=True, d_shared=40),
     ),
     "latent": tiny_latent_config(num_heads=8, qkv_bias=True),
+    "codes": tiny_config(num_heads=8, num_kv_heads=4),
 }  # fmt: skip
+STORED = {"codes": "int8"}  # of pools; float32 is the rule
 _rng = np.random.default_rng(3)
 _STEM = _rng.integers(0, 256, 26).tolist()
 PROMPTS = [[*_STEM[:n], *_rng.integers(0, 256, tail).tolist()] for n, tail in ((26, 3), (0, 5), (26, 1))]
@@ -75,12 +77,12 @@ class _Checked(JaxRunner):
         return out
 
 
-def make_runner(config, devices, params=None, runner=_Checked, **options):
+def make_runner(config, devices, params=None, runner=_Checked, dtype="float32", **options):
     """A runner of one step shape, compiled quickly, so that a model costs one program."""
     buckets = Buckets(LIMITS, 1, 1)
     buckets.ladder = (Bucket(4, 20, 4, 8),)
     groups = config.layer_groups
-    layouts = [pool_layout(config, BLOCKS, SIZE, num_layers=len(g.layers)) for g in groups]
+    layouts = [pool_layout(config, BLOCKS, SIZE, dtype, len(g.layers)) for g in groups]
     made = runner(
         config,
         tiny_params(config) if params is None else params,
@@ -105,7 +107,7 @@ def runners():
 
     def get(name, devices):
         if (name, devices) not in made:
-            made[name, devices] = make_runner(MODELS[name], devices)
+            made[name, devices] = make_runner(MODELS[name], devices, dtype=STORED.get(name, "float32"))
         return made[name, devices]
 
     return get
@@ -190,6 +192,8 @@ FEW = [
     ("windows", 4, "radix", 16, "recompute", "logprobs", 0),
     ("experts", 4, "hash", 5, "swap", "greedy", 0),
     ("latent", 2, "radix", 5, "swap", "n=3", 2),
+    ("codes", 2, "hash", 5, "swap", "n=3", 1),
+    ("codes", 8, "radix", 16, "recompute", "logprobs", 2),
 ]
 
 
@@ -234,7 +238,7 @@ def test_tokens_are_those_of_one_device(runners, combination, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(3))
 def test_tokens_are_those_of_one_device_in_many_combinations(runners, part, tmp_path):
-    for number, combination in enumerate(combinations(72)[part::3]):
+    for number, combination in enumerate(combinations(84)[part::3]):
         check(runners, combination, tmp_path / str(number))
 
 

@@ -85,7 +85,8 @@ class CacheConfig:
             indexers), "xxh3_128" is fast and not collision-proof: set verify_tokens with it.
         prefix_caching: Look prompts up and index full blocks. Off: nothing is shared but forks.
         dtype: KV in the pool; "" follows the model's dtype, and is float32 beside int8 weights. int8 and fp8_e4m3 keep
-            a scale for each token and head (docs/kernels.md, "Eight bits"). Simulations count its bytes; "" is 2.
+            a scale for each token and head, fp8_e4m3_unscaled none (docs/kernels.md, "Eight bits"). Simulations count
+            its bytes; "" is 2.
         verify_tokens: Compare tokens, not digests alone, before a block is shared; an index that cannot is refused.
         dedup: Free a block that turns out to be cached already and use the first copy; None ("auto"): as the
             index does by nature, with where it excludes twins (radix), else without.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.bench import rivals
-from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES
+from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES, SCALED
 from pagedjax.kernels import (
     IMPLEMENTATIONS,
     KVLayout,
@@ -31,7 +31,7 @@ from pagedjax.kernels import (
     plan_ragged,
 )
 from pagedjax.kernels.layout import device_class
-from pagedjax.kernels.quant import QUANTISED, quantise
+from pagedjax.kernels.quant import quantise
 
 Progress = Callable[[str], None]
 Call = Callable[[], Any]
@@ -76,12 +76,12 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 CPU_CASES = (
     *(Case((9, 3), 64, batch, 512, table_tokens=32_768 if batch == 8 else 0) for batch in (1, 8, 32)),
     Case((32, 8), 128, 8, 512, table_tokens=32_768),
-    *(Case((32, 8), 128, 8, 4096, block_size=size, codes=tuple(QUANTISED)) for size in _BLOCK_SIZES),
+    *(Case((32, 8), 128, 8, 4096, block_size=size, codes=SCALED) for size in _BLOCK_SIZES),
     Case((9, 3), 64, 32, 2048 + 128, shared=2048),
     Case((32, 8), 128, 32, 2048 + 128, shared=2048),
 )
 ACCELERATOR_CASES = (
-    *(Case((32, 8), 128, 64, 4096, block_size=size, codes=tuple(QUANTISED)) for size in _BLOCK_SIZES),
+    *(Case((32, 8), 128, 64, 4096, block_size=size, codes=SCALED) for size in _BLOCK_SIZES),
     *(Case((9, 3), 64, 64, 4096, block_size=size) for size in (16, 64)),
     Case((8, 1), 256, 64, 4096, block_size=64),
     Case((32, 8), 128, 64, 2048 + 128, shared=2048, block_size=64),
@@ -158,7 +158,7 @@ def _measure(
         kind = next((kind for kind in shape.codes if name.endswith(_of_codes(kind))), dtype)
         of_kind: float = num_bytes
         if kind != dtype:
-            of_kind = shape.kv_floats * KV_BYTES[kind] * (1 + SCALE_BYTES / shape.head_dim)
+            of_kind = shape.kv_floats * KV_BYTES[kind] * (1 + (kind in SCALED) * SCALE_BYTES / shape.head_dim)
         gb_per_s = of_kind / seconds / 1e9
         rows.append(
             {
@@ -270,7 +270,7 @@ def paged_pool(case: Case, rows: jax.Array, kind: str | None = None) -> tuple[KV
     own = ids[prefix:].reshape(case.batch, -1)
     tables = np.concatenate([np.tile(ids[:prefix], (case.batch, 1)), own], axis=1)
     layout = KVLayout(1, num_blocks, B, K, H, kind or str(rows.dtype))
-    if kind:  # both keys and values, and so both scales, lie side by side
+    if kind:  # both keys and values, and so both scales where there are some, lie side by side
         parts = quantise(rows.reshape(-1, 2 * K, H), kind)
         rows = jnp.concatenate([x.reshape(case.batch, case.context, -1) for x in parts], axis=-1)
     padded = jnp.pad(rows, ((0, 0), (0, width * B - case.context), (0, layout.width - rows.shape[-1])))

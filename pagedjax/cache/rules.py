@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-SCALE_BYTES = 4  # of each head's key and value, where these are codes of eight bits
 # Of one number of keys and values in the pool.
-KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e4m3_unscaled": 1}
+SCALED = ("int8", "fp8_e4m3")  # of them, whose every head has a scale a token
+SCALE_BYTES = 4  # of each head's key and value, where they have one
 
 
 def require(condition: bool, message: str) -> None:

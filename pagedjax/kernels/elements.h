@@ -25,6 +25,8 @@ struct Fp8 {  // e4m3fn: no infinity, one NaN
   uint8_t bits;
 };
 
+struct Fp8Unscaled : Fp8 {};  // the number itself
+
 inline float ToFloat(float x) { return x; }
 
 inline float ToFloat(BFloat16 x) {
@@ -74,20 +76,26 @@ inline lanes::Floats Load(const Fp8* p) {
 #endif
 }
 
+template <typename T>
+inline constexpr bool kHasScales = false;
+template <>
+inline constexpr bool kHasScales<Int8> = true;
+template <>
+inline constexpr bool kHasScales<Fp8> = true;
+
 // Of head `head` of the keys, or of head K + `head` of the values; `codes` is how many a token has.
 template <typename T>
 inline float Scale(const T* row, int64_t codes, int64_t head) {
+  if constexpr (!kHasScales<T>) return 1.0f;
   float out;
   std::memcpy(&out, row + codes + head * static_cast<int64_t>(sizeof out), sizeof out);
   return out;
 }
 
 template <typename T>
-inline constexpr bool kIsCode = false;
+inline constexpr bool kIsCode = kHasScales<T>;
 template <>
-inline constexpr bool kIsCode<Int8> = true;
-template <>
-inline constexpr bool kIsCode<Fp8> = true;
+inline constexpr bool kIsCode<Fp8Unscaled> = true;
 
 }  // namespace elements
 

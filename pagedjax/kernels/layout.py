@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedjax.cache.rules import SCALE_BYTES, check_block_size
+from pagedjax.cache.rules import SCALE_BYTES, SCALED, check_block_size
 from pagedjax.kernels.quant import QUANTISED
 from pagedjax.kernels.tuning import PACKAGED, Tuning, heads_of
 
@@ -55,7 +55,7 @@ class KVLayout:
         num_kv_heads: K.
         head_dim: H, lanes of one head's key: 1 to 256, or to 1024 where it holds the value.
         dtype: "float32", "bfloat16" or "float16" (a dtype object is accepted and becomes its name); "int8" or
-            "fp8_e4m3" with a scale for each token and head.
+            "fp8_e4m3" with a scale for each token and head, "fp8_e4m3_unscaled" without.
         latent_dim: 0: a value of H lanes lies behind the keys. Above 0: nothing does, and the value is the first so
             many lanes of the key, of which there is one a token (K = 1).
 
@@ -113,12 +113,17 @@ class KVLayout:
         """Lanes of one head's key, value and scales, in their order: part by part the K heads lie side by side."""
         if self.latent_dim:
             return (self.head_dim,)
-        return (self.head_dim,) * 2 + (SCALE_BYTES,) * (2 * self.quantised)
+        return (self.head_dim,) * 2 + (SCALE_BYTES,) * (2 * self.scaled)
 
     @property
     def quantised(self) -> bool:
-        """Whether keys and values are codes with scales."""
+        """Whether keys and values are codes of eight bits."""
         return self.dtype in QUANTISED
+
+    @property
+    def scaled(self) -> bool:
+        """Whether codes have scales with them."""
+        return self.dtype in SCALED
 
     @property
     def storage(self) -> str:

@@ -350,7 +350,8 @@ using Table = ffi::Buffer<ffi::S32, 2>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Int = ffi::Buffer<ffi::S32, 0>;
 
-// Calls work(data) with the pool's array as what its elements are; `codes`: of an array of bytes 1 is int8, 2 fp8_e4m3.
+// Calls work(data) with the pool's array as what its elements are; `codes`: of an array of bytes 1 is int8, 2 fp8_e4m3,
+// 3 fp8_e4m3 without scales.
 template <typename Work>
 ffi::Error WithPool(ffi::AnyBuffer pool, int64_t codes, const Work& work) {
   const ffi::DataType type = pool.element_type();
@@ -358,12 +359,13 @@ ffi::Error WithPool(ffi::AnyBuffer pool, int64_t codes, const Work& work) {
   if (codes == 0 && type == ffi::BF16) return work(static_cast<const BFloat16*>(pool.untyped_data()));
   if (codes == 1 && type == ffi::S8) return work(static_cast<const Int8*>(pool.untyped_data()));
   if (codes == 2 && type == ffi::S8) return work(static_cast<const Fp8*>(pool.untyped_data()));
+  if (codes == 3 && type == ffi::S8) return work(static_cast<const elements::Fp8Unscaled*>(pool.untyped_data()));
   return ffi::Error::InvalidArgument("pool: must be float32, bfloat16, or codes of eight bits");
 }
 
-// Whether every token's row has room for its codes' scales.
-bool HasScales(int64_t K, int64_t H, int64_t W) {
-  return 2 * K * (H + static_cast<int64_t>(sizeof(float))) <= W;
+// Whether every token's row has room for its codes and their scales.
+bool HoldsCodes(int64_t codes, int64_t K, int64_t H, int64_t W) {
+  return 2 * K * (H + (codes == 3 ? 0 : static_cast<int64_t>(sizeof(float)))) <= W;
 }
 
 // How many layers of so many blocks a pool [rows, B, W] holds, or 0 if it is no such pool.
@@ -383,7 +385,7 @@ ffi::Error Decode(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int lay
   const Shape s{dims[0],      dims[1],      dims[2],      dims[3], value_dim, tables.dimensions()[1], blocks,
                 pool_dims[1], pool_dims[2], value_offset, chunk,   window,    soft_cap};
   const int64_t heads = s.S * s.K * s.G;
-  if (codes != 0 && (s.V != s.H || value_offset != s.K * s.H || !HasScales(s.K, s.H, s.W)))
+  if (codes != 0 && (s.V != s.H || value_offset != s.K * s.H || !HoldsCodes(codes, s.K, s.H, s.W)))
     return ffi::Error::InvalidArgument("pool: must hold the scales of its codes behind keys and values of equal lanes");
   if (s.K * s.H > s.W || s.V < 1 || value_offset < 0 || value_offset + s.K * s.V > s.W || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 || chunk < 1)
     return ffi::Error::InvalidArgument("pool: must hold keys and values of every token in blocks of a power of two");
@@ -413,7 +415,7 @@ ffi::Error Tiles(ffi::ThreadPool threads, F32x4 q, ffi::AnyBuffer pool, Int laye
   if (layers == 0) return ffi::Error::InvalidArgument("pool: must be [L*P, B, W]");
   const tiles::Shape s{dims[1], dims[2], dims[3], tables.dimensions()[1], blocks, pool_dims[1], pool_dims[2], window};
   const int64_t T = dims[0], S = tables.dimensions()[0], heads = T * s.K * s.G;
-  if (2 * s.K * s.H > s.W || (codes != 0 && !HasScales(s.K, s.H, s.W)) || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 ||
+  if (2 * s.K * s.H > s.W || (codes != 0 && !HoldsCodes(codes, s.K, s.H, s.W)) || s.B < 1 || (s.B & (s.B - 1)) || s.M < 1 ||
       S < 1 || tile_queries < 1)
     return ffi::Error::InvalidArgument(
         "pool: must hold 2*K*H lanes a token, and their scales, in blocks of a power of two");

@@ -43,7 +43,7 @@ _TARGETS = {
     "pagedjax_grouped": "PagedjaxGrouped",
 }
 # What an array of bytes holds, as `native.cc` is told it.
-_CODES = {"int8": 1, "fp8_e4m3": 2}
+_CODES = {"int8": 1, "fp8_e4m3": 2, "fp8_e4m3_unscaled": 3}
 _SERVED = ("float32", "bfloat16", *_CODES)
 _X86 = platform.machine() in ("x86_64", "AMD64")
 # No -ffast-math: it would reorder the argument reduction of exp. Only the marked loops are reordered.

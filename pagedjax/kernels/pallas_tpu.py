@@ -494,7 +494,7 @@ def _tile_entries(
 def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int) -> list[Any]:
     """Two chunks of keys and values, their semaphores, which of them is next, and the state of the online softmax.
 
-    Of a quantised pool also what picks the scales out of a token's row.
+    Of codes with scales also what picks these out of a token's row.
     """
     layout = call.pool.layout
     lanes = shape.scale_lanes
@@ -506,5 +506,5 @@ def _state_scratch(call: _Call, shape: TpuShape, parts: int, R: int) -> list[Any
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, LANES), jnp.float32),
         pltpu.VMEM((parts, R, shape.summed_lanes), jnp.float32),
-        *(picks if shape.codes else []),
+        *(picks if shape.scaled else []),
     ]

@@ -122,7 +122,7 @@ def work_chunk(
 
     def numbers(first: int, width: int) -> jax.Array:
         codes = kv[:, first : first + width]
-        if shape.codes == "fp8_e4m3":
+        if shape.codes.startswith("fp8_e4m3"):
             codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
         return codes.astype(dtype)
 

@@ -177,7 +177,7 @@ def tile_kernel(
     inputs = shape.sinks + has_out  # `out` itself is the same memory as out_hbm
     sink_ref = refs[0] if shape.sinks else None
     out_hbm, lse_ref, *scratch = refs[inputs:]
-    of_walk = 7 if shape.codes else 6
+    of_walk = 7 if shape.scaled else 6
     scratch, (q_in, o_buffer, *relaid, sems) = scratch[:of_walk], scratch[of_walk:]
     q_rows, stage = relaid or (None, None)
     entries = Entries(table, first_pos, stop, first_key, first, last, bounds, rows)
@@ -423,7 +423,7 @@ def _walk(
             seen = (
                 functools.partial(tpu_chunk.seen_keys, start, first_pos, first_key, shape) if masked else None
             )
-            scales = tpu_chunk.turned_scales(kv, picks[0], shape) if shape.codes else None
+            scales = tpu_chunk.turned_scales(kv, picks[0], shape) if shape.scaled else None
             tpu_chunk.work_chunk(kv, queries_of, m_ref, l_ref, acc_ref, seen, shape, scales)
 
         pl.when(at_an_end)(lambda: work(True))

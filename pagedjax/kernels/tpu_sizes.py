@@ -100,6 +100,7 @@ class TpuShape:
     causal: bool = True  # else the entry's queries are of rows that share their keys, and all see all
     latent_dim: int = 0  # above 0: the value is the first so many lanes of the one key
     codes: str = ""  # of a quantised pool, its kind
+    scaled: bool = False  # whether codes have scales with them
 
     @property
     def num_kv_heads(self) -> int:
@@ -169,7 +170,7 @@ class Sizes:
             layout.block_size, self.tiling.chunk(layout) // layout.block_size, table_width, layout.kv_width,
             layout.head_dim, self.num_heads, self.num_heads // layout.num_kv_heads, tile,
             params.scale, params.window, params.soft_cap, self.sinks and tile > 0, self.chip.num_cores,
-            latent_dim=layout.latent_dim, codes=layout.dtype if layout.quantised else "",
+            latent_dim=layout.latent_dim, codes=layout.dtype if layout.quantised else "", scaled=layout.scaled,
         )  # fmt: skip
 
     def shared(self, table_width: int, tile: int, params: xla.Params) -> TpuShape:
@@ -220,8 +221,10 @@ class Sizes:
 
         summed = shape.summed_lanes
         total = 2 * shape.chunk * self.layout.width * stored
-        if shape.codes:  # one part's keys and values as numbers, and the scales
-            total += 2 * tiled(shape.chunk, lanes, item) + 3 * tiled(shape.picked_scales, shape.chunk, 4)
+        if shape.codes:  # one part's keys and values as numbers
+            total += 2 * tiled(shape.chunk, lanes, item)
+        if shape.scaled:
+            total += 3 * tiled(shape.picked_scales, shape.chunk, 4)
         total += parts * (2 * tiled(rows, LANES, 4) + tiled(rows, summed, 4)) + 3 * tiled(
             rows, shape.chunk, 4
         )

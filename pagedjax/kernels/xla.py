@@ -202,8 +202,9 @@ def _gather(
 
     if not layout.quantised:
         return lanes(first, H)
+    codes = lanes(first, H)
     scales = 2 * layout.kv_width + (K * SCALE_BYTES if values else 0)
-    return dequantise(lanes(first, H), lanes(scales, SCALE_BYTES), layout.dtype)
+    return dequantise(codes, lanes(scales, SCALE_BYTES) if layout.scaled else codes[..., :0], layout.dtype)
 
 
 def _values(

@@ -393,7 +393,7 @@ class ModelConfig:
         """
         lanes = 2 * self.num_kv_heads * self.head_dim
         if self.latent is not None:
-            if scale_bytes:
+            if itemsize == 1:
                 raise ModelError("cache.dtype: keys that hold their values are not quantised; try bfloat16")
             lanes = -(-self.latent.row_dim // LANES) * LANES
         elif scale_bytes:

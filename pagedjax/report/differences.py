@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from pagedjax.cache.rules import KV_BYTES
 from pagedjax.engine.request import RequestOutput
 from pagedjax.engine.step import StepPlan, StepRecord
 from pagedjax.report.replay import Record, RecordError
 
 LIKELIEST = 20  # tokens of each place whose scores are compared
+_EIGHT_BITS = [name for name, size in KV_BYTES.items() if size == 1]
 # How far two programs' log-probabilities of one token may lie apart and still be the same sums in another order: some
 # thousand roundings of numbers of the size of logits. Faults that were planted part them by far more.
-ROUNDING = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, "int8": 0.5, "fp8_e4m3": 0.5}
+ROUNDING = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, **dict.fromkeys(_EIGHT_BITS, 0.5)}
 
 
 @dataclass(frozen=True)

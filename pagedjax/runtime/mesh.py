@@ -408,11 +408,12 @@ class DeviceMesh:
         return out.reshape(*blocks.shape[:-1], self.devices * part.width)
 
     def _lanes(self, layout: KVLayout) -> Iterator[tuple[slice, slice]]:
-        """Of each part of a head (key, value, scales): its lanes in a device's row, and in the row of one device alone."""
-        at = 0
+        """Of each part of a head (key, value, scales): its lanes in a device's row, and in one device's alone."""
+        at, own, whole = 0, self.cut.kv_heads, layout.num_kv_heads
         for lanes in layout.head_parts:
-            yield tuple(slice(at * n, (at + lanes) * n) for n in (self.cut.kv_heads, layout.num_kv_heads))
-            at += lanes
+            end = at + lanes
+            yield slice(at * own, end * own), slice(at * whole, end * whole)
+            at = end
 
 
 def make_place(model: ModelConfig, tensor_parallel: int) -> Placement:

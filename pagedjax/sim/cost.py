@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES
+from pagedjax.cache.rules import KV_BYTES, SCALE_BYTES, SCALED
 from pagedjax.config import SchedulerConfig, read_toml
 from pagedjax.engine.step import StepPlan
 from pagedjax.models.config import ModelConfig
@@ -226,8 +226,8 @@ class CostModel:
         """Of all layers, keys and values."""
         if not self.kv_dtype:
             return self.model.kv_bytes_per_token(self.itemsize)
-        itemsize = KV_BYTES[self.kv_dtype]
-        return self.model.kv_bytes_per_token(itemsize, SCALE_BYTES if itemsize == 1 else 0)
+        scales = SCALE_BYTES if self.kv_dtype in SCALED else 0
+        return self.model.kv_bytes_per_token(KV_BYTES[self.kv_dtype], scales)
 
     @property
     def held_bytes_per_token(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 from judges import compile_quickly
 
 from pagedjax.bench import decode
+from pagedjax.cache.rules import SCALED
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels import KVLayout
 from pagedjax.llm import LLM
@@ -106,7 +107,8 @@ def test_keys_and_values_are_counted_as_they_are_stored(llm):
     assert decode._kv_bytes_per_token([full]) * 8 * 16 == full.num_bytes
     latent = KVLayout(3, 8, 16, 1, 576, "bfloat16", 512)
     assert decode._kv_bytes_per_token([latent]) == 3 * 576 * 2
-    for dtype in ("int8", "fp8_e4m3"):  # float32 scales of keys and of values, a head each
+    assert decode._kv_bytes_per_token([KVLayout(1, 8, 16, 2, 64, "fp8_e4m3_unscaled")]) == 2 * 2 * 64
+    for dtype in SCALED:  # float32 scales of keys and of values, a head each
         assert decode._kv_bytes_per_token([KVLayout(1, 8, 16, 2, 64, dtype)]) == 2 * 2 * (64 + 4)
     assert decode._kv_bytes_per_token([full, latent]) == 2 * 4 * 64 * 2 + 3 * 576 * 2
 

@@ -94,6 +94,9 @@ class Step:
 
 def coded(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys or values of eight bits, f32[..., H] → bytes of codes and of scales, and the numbers they stand for."""
+    if kind == "fp8_e4m3_unscaled":
+        codes = x.astype(ml_dtypes.float8_e4m3fn)
+        return codes.view(np.int8), np.zeros((*x.shape[:-1], 0), np.int8), codes.astype(np.float32)
     scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(QUANTISED[kind])
     codes = np.round(x / scale) if kind == "int8" else x / scale
     codes = codes.astype(np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn)
@@ -182,7 +185,7 @@ def build_step(
 
     scales = 2 * K * H
     halves = {"k": [slice(0, K * H)], "v": [slice(K * H, None)]}
-    if layout.quantised:
+    if layout.scaled:
         halves["k"].append(slice(scales, scales + 4 * K))
         halves["v"] = [slice(K * H, scales), slice(scales + 4 * K, None)]
     fill = np.zeros(layout.width, np.int8 if layout.quantised else np.float32)

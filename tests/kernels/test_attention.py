@@ -12,12 +12,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pagedjax.kernels import IMPLEMENTATIONS, KVPool, gpu_rows, native, paged_attention, plan_ragged
+from pagedjax.kernels.quant import QUANTISED
 
 AXES = {
     "heads": [(4, 4), (6, 2), (4, 1), (9, 3)],
     "head_dim": [8, 32, 64, 80, 96, 112, 128, 192, 256],
     "block_size": [1, 8, 16, 64, 128],
-    "dtype": ["float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
+    "dtype": ["float32", "bfloat16", "float16", *QUANTISED],
     "window": [None, 1, 20],
     "soft_cap": [None, 5.0],
     "sinks": [False, True],
@@ -64,7 +65,7 @@ def pairwise(axes: dict[str, list]) -> list[tuple]:
 # Pallas' interpreters are slow: fewer head dims by default (B078 has them all), and only what the kernel takes.
 AXES_OF = {
     "xla": AXES,
-    "native": AXES | {"dtype": ["float32", "bfloat16", "int8", "fp8_e4m3"]},
+    "native": AXES | {"dtype": ["float32", "bfloat16", *QUANTISED]},
     "pallas_tpu": AXES | {"head_dim": [64, 80, 256], "block_size": [8, 16], "dtype": ["float32", "bfloat16"]},
     "pallas_mosaic": AXES
     | {"head_dim": [64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pagedjax.kernels import KVLayout, make_pool, native, write_kv
+from pagedjax.kernels.quant import QUANTISED
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_F110_rows_of_make_test_isa_that_do_not_apply_are_named(monkeypatch):
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="native cannot be built: no C++ compiler here")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTISED])
 def test_rows_land_as_xla_scatters_them(monkeypatch, dtype):
     native.load()
     layout = KVLayout(2, 4, 8, 3, 8, dtype)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from judges import QUICK
 
+from pagedjax.cache.rules import SCALED
 from pagedjax.kernels import KVLayout, KVPool, make_pool, native, paged_attention, plan_ragged, write_kv
 from pagedjax.kernels.blocks import _write_tiles, copy_blocks, new_rows
 from pagedjax.kernels.layout import write_rows
@@ -20,7 +21,7 @@ KINDS = tuple(QUANTISED)
 READERS = ["xla", "native"] if native.compiler() else ["xla"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCALED)
 def test_a_head_comes_back_within_half_a_step_of_its_own_scale(kind: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 3, 24), np.float32) * 10.0 ** rng.integers(-30, 30, (50, 3, 1))
@@ -33,6 +34,27 @@ def test_a_head_comes_back_within_half_a_step_of_its_own_scale(kind: str) -> Non
     step = largest / 127 if kind == "int8" else np.maximum(np.abs(x) / 8, largest / 448 / 512)
     ok = np.isfinite(largest[..., 0])
     assert (np.abs(back - x)[ok] <= 0.502 * np.broadcast_to(step, x.shape)[ok] + 1e-45).all()
+
+
+def test_codes_without_scales_are_the_nearest_numbers_and_end_at_448() -> None:
+    kind = "fp8_e4m3_unscaled"
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 3, 24), np.float32) * 2.0 ** rng.integers(-12, 11, (50, 3, 1))
+    x[0, 0, :4] = np.inf, -np.inf, np.nan, 460.0
+    codes, scales = quantise(jnp.asarray(x), kind)
+    assert scales.shape == (50, 3, 0)
+    back = np.array(dequantise(codes, scales, kind))
+    assert back[0, 0, :2].tolist() == [448, -448] and np.isnan(back[0, 0, 2]) and back[0, 0, 3] == 448
+    x[0, 0, :3] = 0
+    back[0, 0, :3] = 0
+    assert (np.abs(x) > 448).sum() > 100  # which plain casts would make NaN
+    x = np.clip(x, -448, 448)
+    assert (np.abs(back - x) <= np.maximum(np.abs(x) / 16, 2.0**-10)).all()
+
+
+def test_pools_without_scales_hold_twice_the_tokens_of_bfloat16() -> None:
+    wide = KVLayout(2, 24, 16, 8, 128, "bfloat16")
+    assert 2 * KVLayout(2, 24, 16, 8, 128, "fp8_e4m3_unscaled").num_bytes == wide.num_bytes
 
 
 def _pool(kind: str, rng: np.random.Generator, block_size: int = 8) -> tuple[KVPool, KVPool]:
@@ -98,7 +120,9 @@ def test_attention_over_codes_is_that_over_what_they_stand_for(
         np.testing.assert_allclose(ours[:total], theirs[:total], atol=2e-6)
 
 
-@pytest.mark.parametrize("kind, worked_in", [("int8", "bfloat16"), ("fp8_e4m3", "float32")])
+@pytest.mark.parametrize(
+    "kind, worked_in", [("int8", "bfloat16"), ("fp8_e4m3", "float32"), ("fp8_e4m3_unscaled", "bfloat16")]
+)
 def test_the_tpu_kernel_reads_codes(build: Any, check: Any, kind: str, worked_in: str) -> None:
     """Decode rows and prompts in the interpreter, unwritten slots NaN: within the tolerance of the queries' dtype."""
     step = build(

@@ -17,6 +17,7 @@ from pagedjax.engine.request import (
     RequestOutput,
     TokenLogprob,
 )
+from pagedjax.kernels.quant import QUANTISED
 from pagedjax.report.differences import ROUNDING, TokenOrigin, Told, compare, compare_records
 from pagedjax.report.replay import RecordError, read_record
 
@@ -52,8 +53,8 @@ def test_a_near_tie_is_explained_and_a_fault_is_not() -> None:
     [found] = compare(a, far, ["bfloat16", "float32"])
     assert found is not None and found.rounding
     for swing, explained in {
-        0.05: {"float16", "bfloat16", "int8", "fp8_e4m3"},
-        0.3: {"bfloat16", "int8", "fp8_e4m3"},
+        0.05: {"float16", "bfloat16", *QUANTISED},
+        0.3: {"bfloat16", *QUANTISED},
         0.8: set(),
     }.items():
         other = _told("b", same, {8: -1.0, 7: -1.0001 - swing, 9: -4.0})

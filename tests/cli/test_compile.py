@@ -89,6 +89,22 @@ def test_a_step_of_latent_rows_is_xlas_on_a_gpu(capsys):
     assert "through xla" in row["what"], row
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "target, through",
+    [pytest.param(t, x, marks=needs(t)) for t, x in (("v6e", ""), ("v5p", ""), ("h100", "xla"))],
+)
+def test_a_step_of_deepseek_v3_with_all_its_experts(capsys, target, through):
+    """Its true widths: three layers with one MLP and one with 256 experts, 128 heads over rows of 512 + 64 lanes."""
+    args = ["--step", "--layers", "4", "--model", str(SHAPES / "deepseek-v3.json")]
+    code, [row] = compiled(capsys, "--target", target, *args)
+    assert code == 0, row
+    assert row["alias_is_pool"] and row["fits_hbm"], row
+    assert ("through xla" in row["what"]) == bool(through), row
+    assert through or 0 < row["kernel_kib"] < row["on_chip_kib"], row
+    assert row["argument_mib"] - row["pool_mib"] > 3 * 256 * 7168 * 2048 * 2 / 2**20, row
+
+
 @needs("v5e")
 def test_a_refusal_is_shown_and_counted(capsys):
     """40 GiB of pool do not fit a v5e; a head dim of 576 has no kernel."""

@@ -27,6 +27,7 @@ KV_DTYPES = tuple(KV_BYTES)
 PREFIX_GROUPS = ("auto", "on", "off")
 PRODUCTS = ("auto", "xla", "native")
 OVERLAPS = ("auto", "on", "off")
+MOST_STEPS = 64  # of a dispatch
 ADMISSIONS = ("chunk", "whole")
 PREEMPTIONS = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "b": 1}
@@ -255,6 +256,9 @@ class RuntimeConfig:
         overlap: Plan the next step while one runs; its tokens are fed on the device and booked a step behind, so the
             device does not wait for the host. The tokens are the same. "on", "off", or "auto": on where the device is
             not the host's own CPU and the settings allow it (docs/using.md says which do not).
+        num_steps: Most decode steps of one dispatch: while all there is to do is decoding, the device draws so many
+            tokens a row before the host books them, their keys and values in blocks that were reserved for them. The
+            tokens are the same; who comes meanwhile waits for the dispatch's end. 1 begins every step by itself.
         products: Who multiplies with weights: "native" (C++, on one CPU; each weight is read once a step, and a row's
             result is the same bits in every batch), "xla", or "auto": native where it serves (docs/kernels.md).
     """
@@ -268,6 +272,7 @@ class RuntimeConfig:
     kernel_tuning: str = ""
     tensor_parallel: int = 1
     overlap: str = "auto"
+    num_steps: int = 1
     products: str = "auto"
 
     def __post_init__(self) -> None:
@@ -297,6 +302,15 @@ class RuntimeConfig:
             not (self.deterministic and self.overlap == "on"),
             "runtime.overlap=on: a step of runtime.deterministic is several calls, one after another; set overlap to "
             "auto or off",
+        )
+        require(
+            1 <= self.num_steps <= MOST_STEPS,
+            f"runtime.num_steps={self.num_steps}: must be between 1 and {MOST_STEPS}; try 8",
+        )
+        require(
+            not (self.deterministic and self.num_steps > 1),
+            f"runtime.num_steps={self.num_steps}: a step of runtime.deterministic is several calls, one after another; "
+            "set num_steps to 1",
         )
         require(
             self.products in PRODUCTS,

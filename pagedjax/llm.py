@@ -99,7 +99,7 @@ class LLM:
     def _build(
         self, on_compile: Callable[[Any], None] | None, on_step: Callable[[StepRecord], None] | None
     ) -> None:
-        from pagedjax.engine.limits import choose_overlap
+        from pagedjax.engine.limits import check_num_steps, choose_overlap
         from pagedjax.kernels import native, products
         from pagedjax.kernels.layout import device_class
         from pagedjax.runtime import JaxRunner
@@ -108,6 +108,7 @@ class LLM:
 
         config = self.config
         _check_int8(config)
+        check_num_steps(config)
         self.overlap = choose_overlap(config, device_class())
         loaded = self._load(config.model.model)
         self.tokenizer = loaded.tokenizer
@@ -162,6 +163,7 @@ class LLM:
             tuning=self._tuning,
             place=place,
             products=config.runtime.products,
+            num_steps=config.runtime.num_steps,
         )
         if self._channel is not None and self._channel.hosts.index == 0:
             self.runner.lead(self._channel)
@@ -179,6 +181,7 @@ class LLM:
             seed=config.runtime.seed,
             on_step=on_step,
             overlap=self.overlap.on,
+            num_steps=config.runtime.num_steps,
         )
 
     def follow(self) -> None:
@@ -434,7 +437,8 @@ class LLM:
 
         `cache`: the fields of `CacheStats`, and its hit rate (None before the first request); `blocks`: usable and
         free ones; `engine`: steps, how many of them were planned ahead and why others were not (`StepRecord.overlap`),
-        requests waiting and running, preemptions, swaps, compiled programs, the weights' version.
+        how many ran several a dispatch and why others ran alone (`StepRecord.dispatch`), requests waiting and running,
+        preemptions, swaps, compiled programs, the weights' version.
         """
         with self.engine.paused():
             scheduler, counts = self.engine.scheduler, self.manager.stats.snapshot()
@@ -447,6 +451,7 @@ class LLM:
                 "engine": {
                     "steps": scheduler.step,
                     "overlap": dict(self.engine.overlaps),
+                    "dispatch": dict(self.engine.dispatches),
                     "waiting": len(scheduler.waiting),
                     "running": len(scheduler.running),
                     "preemptions": scheduler.num_preemptions,

@@ -179,7 +179,9 @@ def compile_quickly(runner) -> None:
     """From now on a `JaxRunner` compiles its steps with QUICK."""
     import jax
 
-    runner.step_fn = jax.jit(runner.step_fn.__wrapped__, donate_argnums=1, compiler_options=QUICK)
+    for name in ("step_fn", "steps_fn"):
+        program = jax.jit(getattr(runner, name).__wrapped__, donate_argnums=1, compiler_options=QUICK)
+        setattr(runner, name, program)
 
 
 class PagedModel:

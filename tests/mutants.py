@@ -417,6 +417,36 @@ MUTANTS = (
         ("engine/test_overlap.py",),
     ),
     Mutant(
+        "a stopped row writes on",
+        'jnp.where(going, now["slot_mapping"], -1)',
+        'now["slot_mapping"]',
+        ("runtime/test_several.py::test_rows_stop_inside_and_write_no_further",),
+    ),
+    Mutant(
+        "a row that ended before is begun",
+        "fed_ahead & ended(tokens)",
+        "fed_ahead & (tokens < 0)",
+        ("runtime/test_several.py::test_a_row_that_ended_in_the_dispatch_before_is_not_begun",),
+    ),
+    Mutant(
+        "one key for all steps of a dispatch",
+        "position=first.sampling.position + step",
+        "position=first.sampling.position",
+        ("runtime/test_several.py::test_every_kind_of_request_gets_what_it_gets_without",),
+    ),
+    Mutant(
+        "steps ahead without room",
+        "> scheduler.manager.num_free:\n        count -= 1",
+        "< 0:\n        count -= 1",
+        ("engine/test_several.py",),
+    ),
+    Mutant(
+        "a token too far is booked",
+        "                if not sample.finished:\n",
+        "                if True:\n",
+        ("engine/test_several.py",),
+    ),
+    Mutant(
         "ranks count equals",
         "1 + vocabulary.count(logits > own",
         "vocabulary.count(logits >= own",

@@ -167,24 +167,24 @@ def deterministic(common: Common, batches: tuple[int, ...], context: int, tokens
 @command.command("overlap")
 @click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences decoded at once.")
 @click.option("--context", type=_COUNT, default=256, show_default=True, help="Prompt length in tokens.")
-@click.option("--tokens", type=_COUNT, default=100, show_default=True, help="Decode steps a round.")
+@click.option("--tokens", type=_COUNT, default=96, show_default=True, help="Decode steps a round.")
 @click.option(
     "--step-ms",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=click.FloatRange(min=0.0),
     default=5.0,
     show_default=True,
-    help="Milliseconds of the simulated device a step.",
+    help="Milliseconds of the simulated device a step; 0: the model itself computes.",
 )
 @click.option(
     "--rounds",
     type=_COUNT,
     default=5,
     show_default=True,
-    help="With and without, in turn; the medians count.",
+    help="Of all ways, in turn; the medians count.",
 )
-@common_options(scheduler__max_num_seqs=32, cache__memory_bytes="1536MiB")
+@common_options(scheduler__max_num_seqs=32, cache__memory_bytes="1536MiB", runtime__num_steps=8)
 def overlap(common: Common, batch: int, context: int, tokens: int, step_ms: float, rounds: int) -> None:
-    """Decoding on a simulated device, runtime.overlap off and on: the part of its rate that the host leaves it."""
+    """Decoding on a simulated device, runtime.overlap off and on, num_steps 1 and as set: what the host leaves it."""
     from pagedjax.bench import overlap as bench
 
     rows = bench.run(

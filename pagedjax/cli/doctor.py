@@ -321,11 +321,13 @@ def _fetch(common: Common) -> None:
 
 
 def _overlap(common: Common) -> str:
-    from pagedjax.engine.limits import choose_overlap
+    from pagedjax.engine.limits import check_num_steps, choose_overlap
     from pagedjax.kernels.layout import device_class
 
     try:
-        return choose_overlap(common.config, device_class()).why
+        check_num_steps(common.config)
+        why, steps = choose_overlap(common.config, device_class()).why, common.config.runtime.num_steps
+        return why if steps == 1 else f"{why}; up to {steps} decode steps a dispatch"
     except ValueError as error:
         return f"refused: {error}"
 

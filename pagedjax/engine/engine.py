@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,33 +19,15 @@ import numpy as np
 from pagedjax.cache import InvariantError, KVCacheManager, ResetReport
 from pagedjax.cache.hashing import ExtraKeys, TokenChain
 from pagedjax.config import SchedulerConfig
+from pagedjax.engine.flight import Flights
 from pagedjax.engine.interrupts import HeldInterrupts
 from pagedjax.engine.limits import check_chain, check_ends, check_input
 from pagedjax.engine.outputs import Outputs
-from pagedjax.engine.request import FinishReason, Request, RequestOutput, SamplingParams, Sequence
+from pagedjax.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from pagedjax.engine.results import Results
 from pagedjax.engine.scheduler import Scheduler
-from pagedjax.engine.step import AheadRunner, Lengths, Observer, Runner, StepPlan, StepRecord, StepResult
+from pagedjax.engine.step import Lengths, Observer, Runner, StepRecord
 from pagedjax.engine.turns import FairLock, Mailbox
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A step on its way: when its planning began, how long it took, `StepRecord.overlap`, what the runner calls it."""
-
-    plan: StepPlan[Sequence]
-    started: float
-    schedule_s: float
-    overlap: str
-    launched: Any = None
-
-
-def _check_result(plan: StepPlan[Sequence], result: StepResult) -> None:
-    if len(result.tokens) != plan.num_samples:
-        raise ValueError(
-            f"StepResult of {len(result.tokens)} tokens: the plan samples {plan.num_samples}; the runner must "
-            "give one for each, in row order"
-        )
 
 
 class Engine:
@@ -66,10 +46,12 @@ class Engine:
         on_step: Called with each step's record.
         overlap: Plan the next step while one runs, where the scheduler can (`Scheduler.schedule_ahead`); the runner
             is an `AheadRunner`. Tokens are booked a step behind; what comes out is the same.
+        num_steps: Most steps of decode rows in one dispatch (`several.plan_behind` says which); above 1 the runner is a
+            `SeveralRunner`. What comes out is the same.
 
     Attributes:
-        overlap: Whether steps are planned ahead; one built with it may be changed between two steps.
-        overlaps: Steps so far by `StepRecord.overlap`.
+        flights: Steps on their way. Its `overlap` and `num_steps` may be set back between two steps.
+        overlaps, dispatches: Steps so far by `StepRecord.overlap` and by `StepRecord.dispatch`.
 
     Raises:
         ValueError: The manager's blocks are not the pool's (case B087), or limits contradict each other.
@@ -89,6 +71,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         overlap: bool = False,
+        num_steps: int = 1,
     ) -> None:
         for name, ours, theirs in (
             ("pool_blocks", manager.pool_blocks, runner.pool_blocks),
@@ -101,8 +84,9 @@ class Engine:
         self.manager = manager
         self.runner = runner
         self.scheduler = Scheduler(manager, config, max_model_len, runner.block_bytes)
-        self.overlap = self.scheduler.overlap = overlap
+        self.flights = Flights(self.scheduler, lambda: self.now, overlap=overlap, num_steps=num_steps)
         self.overlaps: Counter[str] = Counter()
+        self.dispatches: Counter[str] = Counter()
         self.max_model_len = max_model_len
         self.on_step = on_step
         self.observer: Observer | None = None  # a record that is being written (`pagedjax.report.record`)
@@ -120,9 +104,6 @@ class Engine:
         self._turn = FairLock()  # who makes the next step
         self._books = FairLock()  # all of the above, the scheduler and the manager
         self._stepping = False
-        self._flight: _Flight | None = None  # runs, and is not booked yet
-        self._reason = "first"  # why the next step was not planned ahead
-        self._ended_at = 0.0  # when the last step had ended
         self._weights_version = runner.weights_version
         self._num_added = 0
 
@@ -302,84 +283,26 @@ class Engine:
     def _advance(self, interrupts: HeldInterrupts) -> StepRecord | None:
         """Plan, run and book; leaves the requests that have something to tell in `_touched`. None: nothing ran."""
         clock = self._clock
-        started = clock()
         if self.runner.weights_version != self._weights_version:
             self.start_over()
-        self._drop_unwanted()
-        flight = self._flight
+        flight = self.flights.land(self.runner, interrupts, watched=self.observer is not None)
         if flight is None:
-            plan = self.scheduler.schedule()
-            flight = _Flight(plan, started, clock() - started, self._reason if self.overlap else "off")
-            if not (plan.rows or plan.copies):
-                return None
-            if self.overlap:
-                with self._running(interrupts, flight):
-                    flight.launched = self._ahead_runner.launch(plan, None)
-        plan = flight.plan
-        ahead = self._look_ahead(flight, interrupts) if self.overlap else None
-        with self._running(interrupts, flight, ahead):
-            if flight.launched is None:
-                result = self.runner.execute(plan)
-            else:
-                result = self._ahead_runner.collect(flight.launched)
-            _check_result(plan, result)
-        self._flight = ahead
-        executed = clock()
-        began = self._ended_at if flight.overlap == "ahead" else flight.started
-        self._ended_at = executed
+            return None
+        plan, result, began, executed = flight.plan, flight.result, flight.began, flight.executed
         for request in {row.seq.request for row in plan.rows}:
             request.spent.add(executed - began, result)
         lengths = Lengths(plan) if self.on_step is not None else None
         self._touched |= self._results.book(plan, result, executed)
         self.overlaps[flight.overlap] += 1
-        self._drop_unwanted()
+        self.dispatches[flight.dispatch] += 1
+        self.flights.drop_unwanted()
         if self.observer is not None:
             self.observer.stepped(plan, result, began, executed)
         if lengths is None:
             return None
-        return StepRecord(lengths.record(), result, flight.schedule_s, clock() - executed, flight.overlap)
-
-    def _look_ahead(self, flight: _Flight, interrupts: HeldInterrupts) -> _Flight | None:
-        """Plan and begin the step behind the one that runs, where the rules let it."""
-        started = self._clock()
-        plan = self.scheduler.schedule_ahead() if self.observer is None else "record"
-        if isinstance(plan, str):
-            self._reason = plan
-            return None
-        ahead = _Flight(plan, started, self._clock() - started, "ahead")
-        with self._running(interrupts, flight, ahead):
-            ahead.launched = self._ahead_runner.launch(plan, flight.launched)
-        return ahead
-
-    def _drop_unwanted(self) -> None:
-        """Forget a step on its way where all its sequences have ended: it is one too far, and nobody waits for it."""
-        flight = self._flight
-        if flight is not None and all(
-            s.finished for row in flight.plan.rows for s in (row.seq, *row.samples)
-        ):
-            self._flight, self._reason = None, "first"
-
-    @property
-    def _ahead_runner(self) -> AheadRunner[Any]:
-        return self.runner  # type: ignore[return-value]
-
-    @contextmanager
-    def _running(self, interrupts: HeldInterrupts, *flights: _Flight | None) -> Iterator[None]:
-        """The runner works on these; what fails in here, an interrupt too, sends all that runs back to the queue."""
-        try:
-            with interrupts.allowed():
-                yield
-        except InvariantError:  # the books are wrong: there is nothing sound to go back to
-            raise
-        except BaseException as error:
-            self._flight, self._reason = None, "first"
-            for flight in flights:
-                if flight is not None:
-                    self.scheduler.undo(flight.plan)
-            if self.runner.recover():
-                self.manager.reset("preempt")
-                error.add_note("The KV pool was lost with this step: nothing is cached or pinned any more.")
-            raise
+        return StepRecord(
+            lengths.record(), result, flight.schedule_s, clock() - executed, flight.overlap, flight.dispatch
+        )
 
     # ---------------------------------------------------------------- waiting
 
@@ -489,7 +412,7 @@ class Engine:
         A step does it by itself where the runner's weights have changed since the last one.
         """
         with HeldInterrupts() as interrupts, self._books.held(interrupts):
-            self._flight, self._reason = None, "first"  # what it draws is drawn again
+            self.flights.forget()
             self.scheduler.requeue_all()
             self._weights_version = self.runner.weights_version
             return self.manager.reset("preempt")

@@ -63,6 +63,19 @@ def choose_overlap(config: Config, device: str) -> Overlap:
     return Overlap(True, f"on: the {device.upper()} computes while the host plans")
 
 
+def check_num_steps(config: Config) -> None:
+    """Refuse several steps a dispatch where room ahead is not a number of blocks.
+
+    Raises:
+        ValueError: Names both settings.
+    """
+    if config.runtime.num_steps > 1 and config.cache.reservation:
+        raise ValueError(
+            f"runtime.num_steps={config.runtime.num_steps}: a reservation (cache.reservation="
+            f"{config.cache.reservation}) grows by moving, and there is no telling whether it can; set num_steps to 1"
+        )
+
+
 def check_limits(
     config: SchedulerConfig, manager: KVCacheManager, max_model_len: int, block_bytes: tuple[int, ...]
 ) -> None:

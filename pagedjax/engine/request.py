@@ -334,7 +334,7 @@ class Sequence:
     pool. The newest token's KV is not: it is computed by the step that feeds it. A beam's `candidates` are
     its next tokens, kept until the other beams have theirs.
 
-    Of steps that are planned and not booked yet (`Scheduler.overlap`): `num_flying` tokens whose KV they write, and
+    Of steps that are planned and not booked yet (`Scheduler.ahead`): `num_flying` tokens whose KV they write, and
     `num_drawn` tokens that they draw, which only the device knows.
     """
 

@@ -67,7 +67,7 @@ class Scheduler:
         block_bytes: Bytes of one block per KV group; needed where swapping and recomputing are weighed.
 
     Attributes:
-        overlap: Steps may be planned ahead.
+        ahead: Steps may be planned before the one before them is booked.
 
     Raises:
         ValueError: The limits contradict each other, or preemption asks for a host that is not there.
@@ -93,7 +93,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0  # preemptions that moved blocks to the host
         self.ended: list[Sequence] = []  # finished for want of blocks; drained by the engine
-        self.overlap = False
+        self.ahead = False
         # Who was refused for want of blocks when somebody else ran, and how many were free then.
         self._refused: tuple[Request, int] | None = None
         self._short = False  # the last plan was made ahead, and blocks ran out
@@ -152,7 +152,7 @@ class Scheduler:
         token is computed one token too far: `update` passes over it. Where blocks run out the rest waits, and the next
         plan is one that may preempt. Changes nothing where there is no plan.
         """
-        if reason := self._must_wait():
+        if reason := self.must_wait():
             return reason
         budget = self.config.token_budget - sum(
             self._pending(seq) == 1 for request in self.running for seq in self._active(request)
@@ -177,7 +177,7 @@ class Scheduler:
         self.step += 1
         return self._plan(rows)
 
-    def _must_wait(self) -> str:
+    def must_wait(self) -> str:
         """The first rule by which the running step has to be booked before another is planned; "" is none."""
         if self._short:
             return "no room"
@@ -203,7 +203,7 @@ class Scheduler:
         rows.sort(key=_is_long)  # stable: one-token rows first
         copies = self.manager.take_copies()
         tables = self.manager.tables([row.seq.seq_id for row in rows], self.table_width)
-        if self.overlap:
+        if self.ahead:
             for row in rows:
                 row.seq.num_flying += row.num_tokens
                 for sample in row.samples:
@@ -431,7 +431,7 @@ class Scheduler:
         at = 0
         for row in plan.rows:
             seq, samples = row.seq, row.samples
-            if self.overlap:
+            if self.ahead:
                 seq.num_flying -= row.num_tokens
                 for sample in samples:
                     sample.num_drawn -= 1

@@ -185,6 +185,27 @@ class AheadRunner(Runner, Protocol[L]):
         ...
 
 
+class SeveralRunner(AheadRunner[L], Protocol[L]):
+    """A runner that computes several steps of decode rows in one dispatch."""
+
+    def launch_several(self, plans: Seq[StepPlan[Sequence]], after: L | None) -> L:
+        """Begin steps that follow one another, behind those that were begun.
+
+        A row that has drawn one of its request's `end_token_ids`, in these steps or as what it is fed first from
+        `after`, writes nothing from then on, and what it draws counts for nothing.
+
+        Args:
+            plans: At least two, of one-token rows that draw for their own sequence. The rows of each are among those
+                of the one before; copies are the first's, and its tables hold the blocks of all steps.
+            after: As in `launch`.
+        """
+        ...
+
+    def collect_several(self, launched: L) -> Seq[StepResult]:
+        """Wait for their end; each result has its share of the dispatch's seconds."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
     """A sequence as it stood in one step.
@@ -220,6 +241,10 @@ class StepRecord:
             rule by which the one before was booked first: "admission" (somebody waits who may fit), "fork", "no room"
             (somebody has to be preempted), "beams", "penalties" or "min_tokens" (what is drawn depends on tokens the
             host does not know yet), "record" (one is written).
+        dispatch: "several": the first of several steps in one dispatch; "inner": one of those behind it, whose tables
+            are those of the first and whose seconds are its share. Else why it ran alone: "off", "prefill" (a prompt
+            is under way), "logprobs" (somebody asks for them), "end" (all are known to end, or one does and somebody
+            waits for his place), "no room" (no block is free for a step ahead), or one of the rules of `overlap`.
     """
 
     plan: StepPlan[SequenceRecord]
@@ -227,6 +252,7 @@ class StepRecord:
     schedule_s: float
     commit_s: float
     overlap: str = "off"
+    dispatch: str = "off"
 
 
 class Observer(Protocol):

@@ -155,15 +155,50 @@ def pack(
     if apart:
         tables = [np.repeat(table, lens, axis=0) for table in tables]
         query_lens, seq_lens = np.ones(at, np.int32), positions[:at] + 1
-    ragged = tuple(
+    ragged = plan_groups(
+        query_lens,
+        seq_lens,
+        tables,
+        bucket,
+        shared,
+        windows=windows,
+        block_size=block_size,
+        chunk_tokens=chunk_tokens,
+        tile_queries=tile_queries,
+        tuning=tuning,
+        apart=apart,
+    )
+    ends = [row.start + row.num_tokens for row in rows for _ in row.samples]
+    sampling = SamplingBatch.pack(sequences, ends, bucket.num_samples)
+    before = np.zeros(max(most_samples, bucket.num_samples), np.int32)
+    return StepBatch(tokens, before, positions, ragged, sample_index, sampling)
+
+
+def plan_groups(
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    tables: Seq[np.ndarray],
+    bucket: Bucket,
+    shared: Seq[SharedPrefix] = (),
+    *,
+    windows: Seq[Seq[int | None]],
+    chunk_tokens: int,
+    **sizes: Any,
+) -> tuple[RaggedBatch, ...]:
+    """The work of rows in each KV group.
+
+    Args:
+        query_lens, seq_lens: As for `plan_ragged`.
+        tables: Of each group.
+        bucket, shared, windows, chunk_tokens: As for `pack`.
+        sizes: Further arguments of `plan_ragged`.
+    """
+    return tuple(
         plan_ragged(
             query_lens,
             seq_lens,
             table,
-            block_size=block_size,
             chunk_tokens=chunk_tokens,
-            tile_queries=tile_queries,
-            tuning=tuning,
             num_tokens_bucket=bucket.num_tokens,
             num_seqs_bucket=bucket.num_seqs,
             decode_bucket=bucket.num_decodes,
@@ -174,11 +209,7 @@ def pack(
                 for s in shared
                 if s.group == number
             ],
-            apart=apart,
+            **sizes,
         )
         for number, (table, group) in enumerate(zip(tables, windows, strict=True))
     )
-    ends = [row.start + row.num_tokens for row in rows for _ in row.samples]
-    sampling = SamplingBatch.pack(sequences, ends, bucket.num_samples)
-    before = np.zeros(max(most_samples, bucket.num_samples), np.int32)
-    return StepBatch(tokens, before, positions, ragged, sample_index, sampling)

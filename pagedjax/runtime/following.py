@@ -59,6 +59,8 @@ def _follow(runner: JaxRunner, channel: Channel, sample: str, load: Callable[[st
             bucket, batch, grouped = rest
             out = runner._dispatch(bucket, batch, grouped)
             tokens, sampling = out.tokens, batch.sampling
+        elif kind == "several":
+            runner._dispatch_several(*rest)
         elif kind == "copies":
             runner.run_copies(*rest)
         elif kind == "draw":

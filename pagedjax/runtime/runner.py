@@ -19,7 +19,7 @@ from pagedjax.config import SchedulerConfig
 from pagedjax.engine import Sequence, SharedPrefix, StepResult, TokenScores
 from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
-from pagedjax.kernels import PACKAGED, KVLayout, KVPool, Tuning, native, plan_sizes
+from pagedjax.kernels import PACKAGED, KVLayout, KVPool, RaggedBatch, Tuning, native, plan_sizes
 from pagedjax.kernels.layout import device_class
 from pagedjax.kernels.products import choose as choose_products
 from pagedjax.kernels.products import prepare as prepare_products
@@ -27,7 +27,7 @@ from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
 from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, Asking, ask, wants_scores
-from pagedjax.runtime.batch import StepBatch, check_batch, pack, shared_prefixes
+from pagedjax.runtime.batch import StepBatch, check_batch, pack, plan_groups, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.following import Led
@@ -38,6 +38,7 @@ from pagedjax.runtime.prompt_scores import PendingScores, PromptScores, bring
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
 from pagedjax.runtime.slices import Slice, cut, join_scores
+from pagedjax.runtime.steps import StepsBatch, StepsOutput, make_steps, pack_steps
 from pagedjax.runtime.weights import check_same_shapes, deal, in_place_of, row_by_row
 
 Array = Any
@@ -68,6 +69,14 @@ class _Computed(NamedTuple):
     dispatch_s: float
 
 
+class _Several(NamedTuple):
+    """Of one call for several steps: what it leaves; seconds of packing and dispatch."""
+
+    out: StepsOutput
+    pack_s: float
+    dispatch_s: float
+
+
 class _Answered(NamedTuple):
     """Of one call that has ended: what its samples got, and scores of prompt tokens by row."""
 
@@ -85,6 +94,7 @@ class Launched:
         samples: Who draws in it, in row order.
         parts: Its calls: one, or of a deterministic step those of its slices, ended.
         slices: What each of these computes; empty where there is one call.
+        plans, several: Of several steps their plans, and their call.
         drawn: i32[N] on the device.
         shared: Prefixes that are worked once.
         started: When it was begun, on the runner's clock.
@@ -100,6 +110,8 @@ class Launched:
     shared_s: float
     copy_s: float
     compile_s: float
+    plans: Seq[StepPlan] = ()
+    several: _Several | None = None
 
 
 class JaxRunner:
@@ -125,6 +137,7 @@ class JaxRunner:
         tuning: The user's own sizes of kernels' pieces, before those of the package.
         place: The devices, from `runtime.mesh.make_place`.
         products: Who multiplies with weights: the setting of this name.
+        num_steps: Most steps of decode rows in one call: the setting of this name.
 
     Attributes:
         layouts: Of the whole model's pools; a device's part is `pools[group].layout`.
@@ -157,6 +170,7 @@ class JaxRunner:
         tuning: Tuning = PACKAGED,
         place: Placement = ONE_DEVICE,
         products: str = "auto",
+        num_steps: int = 1,
     ) -> None:
         native.prepare(implementation)
         prepare_products(products)
@@ -182,7 +196,8 @@ class JaxRunner:
         self._table_width = -(-max_model_len // self.block_size)
         self._most_samples = most_samples = max(bucket.num_samples for bucket in self.programs)
         self._drawn = self._nothing_drawn()
-        self._compiled: set[tuple[Bucket, bool]] = set()
+        self._compiled: set[tuple[Bucket, bool, bool]] = set()
+        self.num_steps = num_steps
         dtype = jax.tree.leaves(params)[0].dtype
         beside = _beside_linear(model, dtype)
         self.products = choose_products(products, dtype, place.devices, beside=beside)
@@ -201,6 +216,9 @@ class JaxRunner:
             tuning=tuning,
             most_samples=most_samples,
             **shapes,
+        )
+        self._plan_work: Callable[..., tuple[RaggedBatch, ...]] = functools.partial(
+            plan_groups, tile_queries=sizes["tile_queries"], tuning=tuning, **shapes
         )
         mode = "off" if deterministic else prefix_groups
         self._shared: Callable[..., tuple[SharedPrefix, ...]] = functools.partial(
@@ -231,6 +249,10 @@ class JaxRunner:
 
         results = (StepOutput("whole", "logits", "whole", "whole"), "pool")
         self.step_fn = place.program(step, ("weights", "pool", "whole"), results, donate=(1,))
+        steps = make_steps(run_decoder, functools.partial(logits, graphdef), place.vocabulary)
+        self.steps_fn = place.program(
+            steps, ("weights", "pool", "whole"), (StepsOutput("whole", "whole", "whole"), "pool"), donate=(1,)
+        )
         self.prompt_scores = PromptScores(functools.partial(logits, graphdef), place)
         self._max_model_len = max_model_len
         self._channel: Channel | None = None
@@ -356,11 +378,7 @@ class JaxRunner:
         Raises:
             ValueError: `after` is not the step begun last, or steps are deterministic: a step is several calls there.
         """
-        self.check_may_plan()
-        if after is not None and after.drawn is not self._drawn:
-            raise ValueError("launch: after must be the step begun last; what it drew is on the device")
-        if self.deterministic:
-            raise ValueError("launch: a deterministic step is several calls; use execute")
+        self._check_launch(after)
         with self._together():
             return self._launch(plan, after)
 
@@ -369,6 +387,34 @@ class JaxRunner:
         """Wait for the end of a step."""
         with self._together():
             return self._collect(launched)
+
+    @own_settings()
+    def launch_several(self, plans: Seq[StepPlan], after: Launched | None) -> Launched:
+        """Begin several steps in one call; see `SeveralRunner.launch_several`, and `launch` for what is raised.
+
+        Raises:
+            ValueError: They are more than `num_steps`.
+        """
+        if len(plans) > self.num_steps:
+            raise ValueError(
+                f"launch_several of {len(plans)} steps: the runner was built for num_steps={self.num_steps}"
+            )
+        self._check_launch(after)
+        with self._together():
+            return self._launch(plans[0], after, plans)
+
+    @own_settings()
+    def collect_several(self, launched: Launched) -> list[StepResult]:
+        """Wait for the end of steps that were begun together."""
+        with self._together():
+            return self._collect_several(launched)
+
+    def _check_launch(self, after: Launched | None) -> None:
+        self.check_may_plan()
+        if after is not None and after.drawn is not self._drawn:
+            raise ValueError("launch: after must be the step begun last; what it drew is on the device")
+        if self.deterministic:
+            raise ValueError("launch: a deterministic step is several calls; use execute")
 
     def check_may_plan(self) -> None:
         """Refuse what only process 0 may ask for.
@@ -381,7 +427,7 @@ class JaxRunner:
                 "this process follows another: process 0 plans; call LLM.follow() here, the rest there"
             )
 
-    def _launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+    def _launch(self, plan: StepPlan, after: Launched | None, plans: Seq[StepPlan] = ()) -> Launched:
         started = time.perf_counter()
         compiling = self._compiling
         compiling.seconds = 0.0
@@ -392,6 +438,7 @@ class JaxRunner:
         shared: tuple[SharedPrefix, ...] = ()
         parts: list[_Computed | _Answered] = []
         slices: list[Slice] = []
+        several: _Several | None = None
         shared_s = 0.0
         if plan.rows:
             shared = self._shared(plan)
@@ -403,9 +450,23 @@ class JaxRunner:
                 parts += [_answer(self._compute(one.plan, SLICE, (), scored, {})) for one in slices]
             else:
                 drawn = {} if after is None else {seq: i for i, seq in enumerate(after.samples)}
-                parts.append(self._compute(plan, self.buckets.smallest(plan), shared, None, drawn))
+                bucket = self.buckets.smallest(plan)
+                if plans:
+                    several = self._compute_several(plans, bucket, shared, drawn)
+                else:
+                    parts.append(self._compute(plan, bucket, shared, None, drawn))
         return Launched(
-            samples, parts, slices, self._drawn, shared, started, shared_s, copy_s, compiling.seconds
+            samples,
+            parts,
+            slices,
+            self._drawn,
+            shared,
+            started,
+            shared_s,
+            copy_s,
+            compiling.seconds,
+            plans,
+            several,
         )
 
     def _collect(self, step: Launched) -> StepResult:
@@ -432,6 +493,54 @@ class JaxRunner:
             prompt=prompt,
             shared=step.shared,
         )
+
+    def _collect_several(self, step: Launched) -> list[StepResult]:
+        several = step.several
+        assert several is not None
+        tokens, taken = np.asarray(several.out.tokens), int(np.asarray(several.out.taken))
+        began, self._done_at = max(step.started, self._done_at), time.perf_counter()
+        number = {seq: i for i, seq in enumerate(step.samples)}
+        share = 1 / max(taken, 1)  # all rows may have ended before
+        once = step.copy_s, step.compile_s  # the first step's
+        return [
+            StepResult(
+                tokens[i, [number[row.seq] for row in plan.rows]].tolist(),
+                [],
+                (self._done_at - began - sum(once)) * share + sum(first),
+                pack_s=(step.shared_s + several.pack_s) * share,
+                dispatch_s=several.dispatch_s * share,
+                copy_s=first[0],
+                compile_s=first[1],
+                shared=step.shared,
+            )
+            for i, (plan, first) in enumerate(zip(step.plans, [once] + [(0.0, 0.0)] * len(step.plans)))
+        ]
+
+    def _compute_several(
+        self,
+        plans: Seq[StepPlan],
+        bucket: Bucket,
+        shared: tuple[SharedPrefix, ...],
+        drawn: Mapping[Sequence, int],
+    ) -> _Several:
+        """Begin one call for several steps."""
+        began = time.perf_counter()
+        first = self._pack(plans[0], bucket, shared=shared, drawn=drawn)
+
+        def plan_work(lens: np.ndarray) -> tuple[RaggedBatch, ...]:
+            return self._plan_work(np.ones(len(lens), np.int32), lens, plans[0].tables, bucket, shared)
+
+        batch, work = pack_steps(first, plans, self.num_steps, plan_work)
+        if self.writable is not None:
+            for one in work:
+                self._check_step(one, self.writable())
+        packed = time.perf_counter()
+        before = self._compiling.seconds
+        out = self._dispatch_several(bucket, batch, bool(shared))
+        out.tokens.copy_to_host_async()
+        out.taken.copy_to_host_async()
+        dispatch_s = time.perf_counter() - packed - (self._compiling.seconds - before)
+        return _Several(out, packed - began, dispatch_s)
 
     def _compute(
         self,
@@ -529,7 +638,11 @@ class JaxRunner:
                 self._channel.tell(("warm copies",))
             self.pools = self.copies.warm_up(self.pools)
             for bucket in self.programs if buckets is None else buckets:
-                self._dispatch(bucket, self._pack(empty, bucket))
+                first = self._pack(empty, bucket)
+                self._dispatch(bucket, first)
+                if self.num_steps > 1 and not bucket.num_prefill_tokens:
+                    nothing, _ = pack_steps(first, (), self.num_steps, lambda lens: ())
+                    self._dispatch_several(bucket, nothing)
                 if on_done is not None:
                     on_done(bucket)
 
@@ -572,14 +685,11 @@ class JaxRunner:
     @property
     def num_programs(self) -> int:
         """Step programs compiled so far."""
-        count: int = self.step_fn._cache_size()
+        count: int = self.step_fn._cache_size() + self.steps_fn._cache_size()
         return count
 
     def _dispatch(self, bucket: Bucket, batch: StepBatch, grouped: bool = False) -> StepOutput:
-        if (bucket, grouped) not in self._compiled:
-            if self.on_compile is not None:
-                self.on_compile(bucket)
-            self._compiled.add((bucket, grouped))
+        self._note_program(bucket, grouped)
         if self._channel is not None:
             self._channel.tell(("step", bucket, batch, grouped))
         batch = replace(batch, drawn=self._drawn)
@@ -587,6 +697,22 @@ class JaxRunner:
         if batch.ragged[0].num_seqs:  # not of a warm-up
             self._drawn = out.drawn
         return out
+
+    def _dispatch_several(self, bucket: Bucket, batch: StepsBatch, grouped: bool = False) -> StepsOutput:
+        self._note_program(bucket, grouped, several=True)
+        if self._channel is not None:
+            self._channel.tell(("several", bucket, batch, grouped))
+        batch = replace(batch, first=replace(batch.first, drawn=self._drawn))
+        out, self.pools = self._compiling.call(self.steps_fn, self._params, self.pools, batch)
+        if batch.first.ragged[0].num_seqs:  # not of a warm-up
+            self._drawn = out.drawn
+        return out
+
+    def _note_program(self, bucket: Bucket, grouped: bool, several: bool = False) -> None:
+        if (bucket, grouped, several) not in self._compiled:
+            if self.on_compile is not None:
+                self.on_compile(bucket)
+            self._compiled.add((bucket, grouped, several))
 
 
 def _answer(part: _Computed) -> _Answered:

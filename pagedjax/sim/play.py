@@ -180,6 +180,7 @@ class _Play:
         if timeline is not None:
             self.watched.on_answer = self._answered
         engine.runner = self.watched
+        self._overlap, engine.flights.overlap = engine.flights.overlap, False
 
     @property
     def now(self) -> float:
@@ -267,6 +268,7 @@ class _Play:
         for name in list(self.live):
             self.engine.abort(name)
         self.engine.runner = self.runner
+        self.engine.flights.overlap = self._overlap
         played, result = self.played, self.played.result
         busy = result.busy_s or 1.0
         result.batch /= busy
@@ -313,6 +315,8 @@ def play(
 ) -> Played:
     """Play requests on an engine: each comes at its time, by the engine's clock, or when another has ended.
 
+    Each step is planned when the one before is booked, as in a simulation, whatever `runtime.overlap` says.
+
     Args:
         requests: In order of arrival.
         engine: Idle; fresh, where plans are to be compared.
@@ -325,10 +329,15 @@ def play(
         sleep: Waits; a test's clock has its own.
 
     Raises:
-        ValueError: The engine has requests.
+        ValueError: The engine has requests, or runs several steps a dispatch.
     """
     if engine.has_work:
         raise ValueError("play: the engine has requests already; wait for their end first")
+    if engine.flights.num_steps > 1:
+        raise ValueError(
+            f"runtime.num_steps={engine.flights.num_steps}: a trace is played step by step, as a simulation plans it; "
+            "set num_steps to 1"
+        )
     run = _Play(engine, hash_plans, Timeline() if keep else None)
     book = run.played.result.records.append if on_record is None else on_record
     coming = iter(requests)

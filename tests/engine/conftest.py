@@ -6,6 +6,7 @@ was handed out too early or shared too long changes what is read, hence the toke
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class Launched(NamedTuple):
     samples: list[Any]
     result: StepResult
     lost: bool = False
+    several: Sequence[StepResult] = ()
 
 
 class ToyRunner:
@@ -78,6 +80,27 @@ class ToyRunner:
 
     def collect(self, launched: Launched) -> StepResult:
         return launched.result
+
+    def launch_several(self, plans: Sequence[StepPlan], after: Launched | None) -> Launched:
+        """Rows that have drawn an end write nothing more; what they draw is -1."""
+        drawn = {} if after is None else dict(zip(after.samples, after.result.tokens, strict=True))
+        rows = [row.seq for row in plans[0].rows]
+        stopped = {seq for seq in rows if drawn.get(seq) in seq.request.end_token_ids}
+        results = []
+        for plan in plans:
+            live = [i for i, row in enumerate(plan.rows) if row.seq not in stopped]
+            some = tuple(plan.rows[i] for i in live)
+            result = self.compute(dataclasses.replace(plan, rows=some, tables=(plan.tables[0][live],)), drawn)
+            told = dict(zip((row.seq for row in some), result.tokens, strict=True))
+            drawn |= told
+            stopped |= {seq for seq, token in told.items() if token in seq.request.end_token_ids}
+            tokens = [told.get(row.seq, -1) for row in plan.rows]
+            results.append(dataclasses.replace(result, tokens=tokens))
+        last = dataclasses.replace(results[-1], tokens=[drawn.get(seq, -1) for seq in rows])
+        return Launched(rows, last, several=results)
+
+    def collect_several(self, launched: Launched) -> list[StepResult]:
+        return launched.several
 
     def compute(self, plan: StepPlan, drawn: Mapping[Any, int]) -> StepResult:
         self.plans.append(plan)
@@ -138,6 +161,7 @@ def make_engine() -> Callable[..., Engine]:
         eos_token_ids: Sequence[int] = (),
         decode: Any = None,
         overlap: bool = False,
+        num_steps: int = 1,
         **options: Any,
     ) -> Engine:
         manager = PagedManager(num_blocks=num_blocks, block_size=block_size, **options)
@@ -150,6 +174,7 @@ def make_engine() -> Callable[..., Engine]:
             eos_token_ids=eos_token_ids,
             decode=decode,
             overlap=overlap,
+            num_steps=num_steps,
         )
 
     return make

@@ -27,11 +27,11 @@ def _fail_in_between(engine, rng, chance):
     Gives the count as a list.
     """
     runner = engine.runner
-    launch, failures = runner.launch, []
+    launch, launch_several, failures = runner.launch, runner.launch_several, []
 
-    def broken(plan, after):
+    def broken(plan, after, behind=()):
         if rng.random() >= chance:
-            return launch(plan, after)
+            return launch_several([plan, *behind], after) if behind else launch(plan, after)
         failures.append(plan.step)
         batches = plan.copies.batches
         ran = rng.choice([0, rng.randint(0, len(batches)), len(batches)])
@@ -39,7 +39,7 @@ def _fail_in_between(engine, rng, chance):
         part = dataclasses.replace(plan.copies, batches=batches[:ran])
         some = dataclasses.replace(plan, copies=part)
         if whole:
-            begun = launch(some, after)
+            begun = launch_several([some, *behind], after) if behind else launch(some, after)
             if rng.random() < 0.5:
                 return begun._replace(lost=True)
         else:
@@ -49,9 +49,11 @@ def _fail_in_between(engine, rng, chance):
     def collect(begun):
         if begun.lost:
             raise Failure
-        return begun.result
+        return begun.several or begun.result
 
     runner.launch, runner.collect = broken, collect
+    runner.launch_several = lambda plans, after: broken(plans[0], after, plans[1:])
+    runner.collect_several = collect
     return failures
 
 
@@ -91,7 +93,12 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
     for seed in range(8):
         rng = random.Random(seed)
         engine = make_engine(
-            block_size=BLOCK, max_model_len=32, token_budget=16, overlap=bool(seed % 2), **options
+            block_size=BLOCK,
+            max_model_len=32,
+            token_budget=16,
+            overlap=bool(seed % 2),
+            num_steps=4 if seed % 4 > 1 else 1,
+            **options,
         )
         counted = _fail_in_between(engine, rng, chance)
         stems = [[rng.randrange(97) for _ in range(16)] for _ in range(2)]
@@ -122,6 +129,7 @@ def test_no_failed_step_leaves_a_wrong_token_behind(make_engine, judge, options,
                 break
         _check_answers(engine, judge, asked, done)
         assert bool(engine.overlaps["ahead"]) == bool(seed % 2)
+        assert bool(engine.dispatches["inner"]) == (seed % 4 > 1)
         failures += len(counted)
     assert bool(failures) == bool(chance)
 
@@ -158,7 +166,12 @@ def test_ctrl_c_at_any_line_breaks_no_book(make_engine, judge, options):
     for seed in range(30):
         rng = random.Random(seed)
         engine = make_engine(
-            block_size=BLOCK, max_model_len=32, token_budget=16, overlap=bool(seed % 2), **options
+            block_size=BLOCK,
+            max_model_len=32,
+            token_budget=16,
+            overlap=bool(seed % 2),
+            num_steps=4 if seed % 4 > 1 else 1,
+            **options,
         )
         stem = [rng.randrange(97) for _ in range(12)]
         asked, done, chains = {}, {}, []

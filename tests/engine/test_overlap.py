@@ -76,7 +76,7 @@ def test_nothing_is_indexed_of_a_step_too_far(make_engine, run_all, judge):
     assert fed == len(seq.chain)  # the last token's own position, which no step without overlap computes
     keys = set(engine.manager.snapshot()["groups"][0]["keys"].values())
     assert keys == {seq.chain.digest(i) for i in range((len(seq.chain) - 1) // BLOCK)}
-    assert engine._flight is None and engine.manager.num_free == engine.manager.num_usable
+    assert not engine.flights and engine.manager.num_free == engine.manager.num_usable
 
 
 def test_a_stop_string_ends_a_step_behind(make_engine, run_all, judge):
@@ -93,7 +93,7 @@ def test_aborted_while_its_step_is_on_its_way(make_engine, run_all, greedy, judg
     engine = make_engine(overlap=True)
     first, second = engine.add([1, 2, 3], greedy(9)), engine.add([4, 5], greedy(9))
     engine.step()
-    assert engine._flight is not None
+    assert engine.flights
     assert engine.abort(first).outputs[0].finish_reason == "abort"
     assert list(run_all(engine)[second].outputs[0].token_ids) == judge([4, 5], 9)
     third = engine.add([1, 2, 3], greedy(9))
@@ -107,7 +107,7 @@ def test_new_weights_while_a_step_is_on_its_way(make_engine, run_all, greedy, ju
     engine = make_engine(overlap=True)
     request = engine.add([1, 2, 3, 4, 5], greedy(9))
     engine.step()
-    assert engine._flight is not None
+    assert engine.flights
     engine.runner.weights_version += 1
     engine.runner.pool[:] = -7  # what it held belongs to the weights before
     assert list(run_all(engine)[request].outputs[0].token_ids) == judge([1, 2, 3, 4, 5], 9)

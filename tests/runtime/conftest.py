@@ -71,6 +71,7 @@ def greedy_judge(tiny, judge_of) -> Callable[[list[int], int], list[int]]:
 
 
 HOST_BLOCKS = 256  # of every runner; a manager may use fewer
+MOST_STEPS = 8  # a dispatch of every runner; an engine may use fewer
 
 
 class TestRunner(JaxRunner):
@@ -83,14 +84,15 @@ class TestRunner(JaxRunner):
     manager: PagedManager
     poison: bool
 
-    def _launch(self, plan: Any, after: Any) -> Any:
+    def _launch(self, plan: Any, after: Any, plans: Any = ()) -> Any:
         if self.poison:
             # Copies first: what they read may be nobody's by now. The second time there is nothing left.
             self.run_copies(plan.copies)
             plan = dataclasses.replace(plan, copies=CopyPlan())
             groups = self.manager.snapshot()["groups"]
             self.pools = tuple(_poison(p, g) for p, g in zip(self.pools, groups, strict=True))
-        return super()._launch(plan, after)
+            plans = (plan, *plans[1:]) if plans else ()
+        return super()._launch(plan, after, plans)
 
 
 def _poison(pool: KVPool, group: dict[str, Any]) -> KVPool:
@@ -142,6 +144,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
         implementation: str | None = None,
         dtype: str = "float32",
         overlap: bool = False,
+        num_steps: int = 1,
         **options: Any,
     ) -> Engine:
         config, params = model
@@ -155,7 +158,15 @@ def make_engine(_runners) -> Callable[..., Engine]:
         layouts = tuple(pool_layout(config, n, block_size, dtype, num_layers=l) for l, n in layers)
         scheduler = SchedulerConfig(max_num_seqs, token_budget)
         buckets = Buckets(scheduler) if full_ladder else Buckets(scheduler, 1, 1)  # 3 programs compile soon
-        key = (config, layouts, buckets.ladder, max_model_len, quick, deterministic, implementation)
+        key = (
+            config,
+            layouts,
+            buckets.ladder,
+            max_model_len,
+            quick,
+            deterministic,
+            implementation,
+        )
         if key not in _runners:
             _runners[key] = TestRunner(
                 config,
@@ -167,6 +178,7 @@ def make_engine(_runners) -> Callable[..., Engine]:
                 host_blocks=HOST_BLOCKS,
                 deterministic=deterministic,
                 implementation=implementation,
+                num_steps=MOST_STEPS,
             )
             if quick:
                 compile_quickly(_runners[key])
@@ -181,7 +193,9 @@ def make_engine(_runners) -> Callable[..., Engine]:
         if shuffle is not None:
             _shuffle_blank_blocks(manager, shuffle)
         limits = dataclasses.replace(scheduler, chunk_tokens=chunk_tokens, preemption=preemption)
-        return Engine(manager, runner, limits, max_model_len=max_model_len, overlap=overlap)
+        return Engine(
+            manager, runner, limits, max_model_len=max_model_len, overlap=overlap, num_steps=num_steps
+        )
 
     return make
 

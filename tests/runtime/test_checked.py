@@ -122,6 +122,28 @@ def test_a_checked_run_gives_the_same_tokens(checked_engine, run_all, greedy_jud
     assert engine.manager.stats.copies > 0
 
 
+def test_several_steps_of_a_dispatch_are_checked_one_by_one(
+    checked_engine, run_all, greedy_judge, monkeypatch
+):
+    """And a row that may write further than it has blocks stops them before any of them runs."""
+    engine = checked_engine
+    engine.flights.num_steps, engine.scheduler.ahead = 8, True
+    prompt = list(range(40, 53))
+    request = engine.add(prompt, greedy(9))
+    assert list(run_all(engine)[request].outputs[0].token_ids) == greedy_judge(prompt, 9)
+    engine.add(prompt[::-1], greedy(30))
+    engine.step()
+    reserve = engine.manager.reserve
+    monkeypatch.setattr(
+        engine.manager, "reserve", lambda seq, n, lookahead=0, whole=0: reserve(seq, n, 0, whole)
+    )
+    before = np.asarray(engine.runner.pools[0].data).copy()
+    with pytest.raises(InvariantError, match="checked step: group 0"):
+        engine.step()
+    assert np.array_equal(before, np.asarray(engine.runner.pools[0].data), equal_nan=True)
+    engine.manager.release(1)
+
+
 @pytest.mark.parametrize("fault", ["shared", "indexed", "past the pool", "past its table"])
 def test_faults_in_the_books_stop_the_step(checked_engine, run_all, fault, monkeypatch):
     """The planted fault is in the manager or the packing; the pool's bytes stay as they were."""

@@ -42,7 +42,7 @@ llm = LLM(
     runtime__tensor_parallel=devices, runtime__compilation_cache_dir="off", runtime__checked=True,
     model__max_model_len=64, cache__num_blocks=18, cache__block_size=4, cache__host_blocks=30,
     scheduler__preemption="swap", scheduler__max_num_seqs=1 if few else 4, scheduler__token_budget=4 if few else 16,
-    runtime__overlap="on",
+    runtime__overlap="on", runtime__num_steps=4,
 )
 if index:
     llm.follow()
@@ -68,12 +68,16 @@ while at < requests or engine.has_work:
     if at and rng.integers(12) == 0:
         engine.abort(str(int(rng.integers(at))))
     preempt = bool(engine.scheduler.running) and rng.integers(8) == 0
-    engine.overlap = not preempt  # who is preempted by hand has no step on its way
+    while preempt and engine.flights:  # who is preempted by hand has no step on its way
+        engine.flights.overlap, engine.flights.num_steps = False, 1
+        for output in engine.step():
+            out[output.request_id] = [list(c.token_ids) for c in output.outputs]
+    engine.flights.overlap, engine.flights.num_steps = not preempt, 1 if preempt else 4
     for output in engine.step() if engine.has_work else []:
         out[output.request_id] = [list(c.token_ids) for c in output.outputs]
     if preempt and engine.scheduler.running:
         engine.scheduler._preempt(engine.scheduler.running[0])
-assert engine.overlaps["ahead"] > 5, engine.overlaps
+assert engine.overlaps["ahead"] > 5 and engine.dispatches["inner"], (engine.overlaps, engine.dispatches)
 stats = {"swaps": engine.scheduler.num_swaps, "stats": llm.stats().get("hosts")}
 print(json.dumps({"tokens": out, **stats}))
 """

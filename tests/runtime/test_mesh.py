@@ -113,7 +113,9 @@ def runners():
     return get
 
 
-def make_engine(runner, *, index="hash", chunk=16, preemption="recompute", caching=True, overlap=False):
+def make_engine(
+    runner, *, index="hash", chunk=16, preemption="recompute", caching=True, overlap=False, num_steps=1
+):
     groups = [KVGroup(BLOCKS, g.window) for g in runner.model.layer_groups]
     manager = PagedManager(
         num_blocks=BLOCKS,
@@ -126,7 +128,7 @@ def make_engine(runner, *, index="hash", chunk=16, preemption="recompute", cachi
     runner.pools = runner._new_pools()
     runner.writable = manager.writable  # checked mode, always
     limits = dataclasses.replace(LIMITS, chunk_tokens=chunk, preemption=preemption)
-    return Engine(manager, runner, limits, max_model_len=64, overlap=overlap)
+    return Engine(manager, runner, limits, max_model_len=64, overlap=overlap, num_steps=num_steps)
 
 
 def run(engine, kind, preempt=False):
@@ -141,7 +143,7 @@ def run(engine, kind, preempt=False):
             running = engine.scheduler.running
             if preempt and running and step in (2, 4, 7):
                 engine.scheduler._preempt(running[step % len(running)])
-            engine.overlap = engine.scheduler.overlap and step not in (1, 3, 6)  # none on its way then
+            engine.flights.overlap = engine.scheduler.ahead and step not in (1, 3, 6)  # none on its way then
             for output in engine.step():
                 outputs[output.request_id] = output
 
@@ -216,6 +218,22 @@ def check(runners, combination, folder):
         assert engine.scheduler.num_preemptions >= 2
     assert (engine.scheduler.num_swaps > 0) == (preemption == "swap")
     assert bool(engine.overlaps["ahead"]) == (chunk == 5 and kind not in ("beams", "penalties"))
+
+
+def test_several_steps_a_dispatch_on_several_devices(run_all):
+    """Windows in pools of their own, checked; every device stops the same rows and draws the same tokens."""
+    config = MODELS["windows"]
+    tokens = []
+    for devices, steps in ((1, 1), (2, 6)):
+        runner = make_runner(config, devices, runner=JaxRunner, num_steps=steps)
+        runner.buckets.ladder = (Bucket(4, 0, 4, 4), *runner.buckets.ladder)
+        engine = make_engine(runner, num_steps=steps)
+        ends = [dict(), dict(temperature=0.9, top_k=50, seed=2), dict(stop_token_ids=tuple(range(60)))]
+        for prompt, more in zip(PROMPTS, ends, strict=True):
+            engine.add(prompt, SamplingParams(max_tokens=25, ignore_eos=True, **more))
+        done = run_all(engine)
+        tokens.append([list(output.outputs[0].token_ids) for output in done.values()])
+    assert tokens[0] == tokens[1] and engine.dispatches["inner"] > 12
 
 
 def _owner(runner):

@@ -54,7 +54,7 @@ def test_a_device_that_fails_under_two_steps_loses_both_and_nothing_else(
     engine = make_engine(tiny, overlap=True)
     request = engine.add(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
     engine.step()
-    assert engine._flight is not None
+    assert engine.flights
     collect = engine.runner.collect
 
     def broken(launched):
@@ -63,7 +63,7 @@ def test_a_device_that_fails_under_two_steps_loses_both_and_nothing_else(
     engine.runner.collect = broken
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
-    assert engine._flight is None
+    assert not engine.flights
     engine.runner.collect = collect
     assert list(run_all(engine)[request].outputs[0].token_ids) == greedy_judge(PROMPTS[0], 8)
 

@@ -29,6 +29,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "prefix_caching": (True, False),
     "partial": (0, 1),
     "overlap": (False, True),
+    "num_steps": (1, 4),
 }
 SAMPLE = 160
 NUM_OUTPUT = 8
@@ -117,6 +118,7 @@ def check_model(make_engine, judge_of):
             "partial hits": stats.partial_hits,
             "dedup": stats.dedup_blocks,
             "ahead": engine.overlaps["ahead"],
+            "inner": engine.dispatches["inner"],
         }
 
     return run
@@ -131,25 +133,29 @@ def _leave_free(manager, num_tokens):
 
 
 def _drain(engine, outputs, forced, rng):
-    step = 0
+    flights = engine.flights
+    asked, step, due = (flights.overlap, flights.num_steps), 0, False
     while engine.has_work:
         step += 1
-        running = engine.scheduler.running
-        # Who is preempted by hand has no step on its way.
-        engine.overlap = engine.scheduler.overlap and step % 5 != 4
         # Only so often: who loses everything every few steps may never get to its end.
-        if forced in ("recompute", "recompute, tier", "swap") and running and step % 5 == 0 and step <= 40:
+        due |= forced in ("recompute", "recompute, tier", "swap") and step % 5 == 4 and step <= 40
+        flights.overlap, flights.num_steps = (False, 1) if due else asked
+        if (
+            due and not flights and (running := engine.scheduler.running)
+        ):  # who is preempted has no step on its way
             engine.scheduler._preempt(running[int(rng.integers(len(running)))])
+            due = False
         for output in engine.step():
             outputs[output.request_id] = output
+    flights.overlap, flights.num_steps = asked
 
 
 # On models with experts or latent attention: few, as each compiles programs of its own, and what is judged is that rows
 # keep apart and that a row is all there is of a token.
 ON_OTHERS = [
-    ("hash", "lru", 4, 5, "swap", None, True, 0, False),
-    ("radix", "lru", 4, 16, "recompute", None, True, 1, True),
-    ("hash", "lru", 4, 64, "none", None, False, 0, True),
+    ("hash", "lru", 4, 5, "swap", None, True, 0, False, 4),
+    ("radix", "lru", 4, 16, "recompute", None, True, 1, True, 1),
+    ("hash", "lru", 4, 64, "none", None, False, 0, True, 4),
 ]
 
 
@@ -170,7 +176,8 @@ def test_greedy_tokens_of_other_models_are_the_judges(check_model, others, name)
     totals: Counter[str] = Counter()
     for combination in ON_OTHERS:
         totals.update(check_model(others(name), combination))
-    assert totals["hits"] and totals["swaps"] and totals["preemptions"] and totals["ahead"]
+    assert totals["hits"] and totals["swaps"] and totals["preemptions"]
+    assert totals["ahead"] and totals["inner"]
 
 
 PARTS = 2  # one for each of the two test processes
@@ -188,7 +195,7 @@ def test_greedy_tokens_are_the_judges_in_every_pair_of_settings(check, part):
 @pytest.mark.parametrize("preemption", FACTORS["preemption"])
 @pytest.mark.parametrize("block_size", FACTORS["block_size"])
 def test_greedy_tokens_are_the_judges_in_the_whole_product(check, block_size, preemption):
-    """1512 combinations in each of 15 parts; all are run and those that differ are named together."""
+    """3024 combinations in each of 15 parts; all are run and those that differ are named together."""
     whole = FACTORS | {"block_size": (block_size,), "preemption": (preemption,)}
     totals: Counter[str] = Counter()
     differ = []
@@ -198,7 +205,7 @@ def test_greedy_tokens_are_the_judges_in_the_whole_product(check, block_size, pr
         except AssertionError as error:
             differ.append((combination, str(error)))
     assert not differ, f"{len(differ)} combinations differ, the first: {differ[0]}"
-    due = {"hits", "evictions", "preemptions", "dedup", "ahead"}
+    due = {"hits", "evictions", "preemptions", "dedup", "ahead", "inner"}
     due |= {"partial hits"} if block_size > 1 else set()
     due |= {"swaps"} if preemption == "swap" else set()
     due |= {"host hits"} if preemption not in ("none", "recompute") else set()

@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from pagedjax.cache.rules import SCALE_BYTES
 from pagedjax.kernels import xla
-from pagedjax.kernels.gpu_rows import KEYS, ROWS, Entry, GpuShape, device_programs
+from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, Entry, GpuShape, codes_of, device_programs
 from pagedjax.kernels.layout import KVPool
 from pagedjax.kernels.xla import NEG
 
@@ -34,6 +35,9 @@ plgpu: Any = mosaic_gpu  # jax before 0.12 lacks much of it, and is refused by `
 _ACROSS_WARPS = 2 << 10  # bytes of shared memory that sums across warps go through
 _BARRIERS = 256
 _OF_A_PROGRAM = 1 << 10  # that CUDA takes of a multiprocessor's for each
+# Lanes of a swizzled tile of numbers, and of codes: 32 bytes at least.
+WIDTHS = (64, 32, 16)
+CODE_WIDTHS = WIDTHS[:2]
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,11 @@ class Products(Protocol):
     def with_stages(self, stages: int) -> Products:
         """These with so many, whether they fit or not."""
 
-    def tile_lanes(self, keys: int, head_dim: int) -> int:
+    @property
+    def narrow_floats(self) -> bool:
+        """Whether the chip itself widens fp8."""
+
+    def tile_lanes(self, keys: int, head_dim: int, widths: tuple[int, ...] = WIDTHS) -> int:
         """Lanes of a swizzled tile of keys or values that come so many at a time."""
 
     def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
@@ -131,7 +139,7 @@ def run(
     """Runs the kernel over work entries.
 
     Args:
-        q: f[T, K, G, H], the step's queries, in the pool's dtype.
+        q: f[T, K, G, H], the step's queries, in the dtype of products.
         entry: Those without work, whose results are undefined, stand behind all others.
         tokens: Most of an entry; None are parts of decode rows, of one token.
         sinks: f32[K, 64] the first key of each row's softmax.
@@ -146,14 +154,14 @@ def run(
         (accumulator f32[W, K, G, H] of decode parts, or else normalised outputs f[T, K, G, H] where entries have
         tokens; maximum, sum, each f32[W, K, at least the entry's tokens times G]).
     """
-    layout, dtype = pool.layout, pool.data.dtype
+    layout, dtype = pool.layout, q.dtype
     (_, K, G, H), W = q.shape, entry.table.shape[0]
     if params.window is not None:
         start = (entry.pos + 1 - params.window) // KEYS * KEYS
         entry = dataclasses.replace(entry, first=jnp.maximum(entry.first, start))
     shape = GpuShape(
         layout.block_size, K, H, rows.shape[1], G, tokens or 1, tokens is None,
-        params.scale, params.window, params.soft_cap, sinks is not None, exact,
+        params.scale, params.window, params.soft_cap, sinks is not None, exact, *codes_of(layout),
     )  # fmt: skip
     if (bytes_ := shared_bytes(shape, dtype, products)) > products.shared_memory:
         raise NotImplementedError(
@@ -183,11 +191,27 @@ def run(
 
 
 def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
-    """[keys and values, what is laid down by turns, what else the products need, barriers]."""
-    H, lanes = shape.head_dim, products.tile_lanes(shape.unit, shape.head_dim)
-    tiles = [tiled(lanes, (stages, KEYS, H), dtype) for stages in products.stages(shape)]
+    """[keys and values, what is laid down by turns, what else the products need, barriers].
+
+    Of codes, keys and values as they come, one tile of each as numbers, then the bytes among which their scales lie,
+    and the scales of one tile.
+    """
+    H, stages = shape.head_dim, products.stages(shape)
+    if shape.codes:
+        wide = [
+            tiled(products.tile_lanes(KEYS, H), (KEYS, H), x) for x in (dtype, weight_dtype(shape, dtype))
+        ]
+        tiles = [_codes(shape, products, n, H) for n in stages]
+        tiles += wide
+        if shape.scaled:
+            scales = _codes(shape, products, stages[0], scale_lanes(shape, products.tma), scales=True)
+            tiles += [scales, scales, plgpu.SMEM((2, KEYS), jnp.float32)]
+    else:
+        lanes = products.tile_lanes(shape.unit, H)
+        tiles = [tiled(lanes, (n, KEYS, H), dtype) for n in stages]
     # Queries, then probabilities, then the result.
-    turns = [plgpu.SMEM((shape.queries, H), dtype), products.probabilities(shape, dtype)]
+    weights = products.probabilities(shape, weight_dtype(shape, dtype))
+    turns = [plgpu.SMEM((shape.queries, H), dtype), weights]
     dims = (H, shape.queries) if shape.narrow else (ROWS, H)
     result = plgpu.SMEM(dims, jnp.float32 if shape.parts or shape.exact else dtype)
     # Of a program that goes on to other items, keys and values are on their way already.
@@ -196,9 +220,34 @@ def _scratch(shape: GpuShape, dtype: Any, products: Products) -> list[Any]:
         unions = [plgpu.RefUnion(tiles, result), plgpu.RefUnion(*turns)]
     barriers = []
     if products.tma:
-        arrivals = KEYS // shape.unit
-        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in products.stages(shape)]
+        barriers = [
+            plgpu.Barrier(num_arrivals=copies(shape, values), num_barriers=n)
+            for values, n in enumerate(stages)
+        ]
     return [*unions, products.operands(shape, dtype), barriers]
+
+
+def weight_dtype(shape: GpuShape, dtype: Any) -> Any:
+    """Of the product of weights and values. Codes are whole in float16, which rounds a scaled weight less."""
+    return jnp.dtype(jnp.float16 if shape.scaled else dtype)
+
+
+def copies(shape: GpuShape, values: int) -> int:
+    """That bring a tile of keys (0) or of values (1). With keys come the scales of both: weights need the values'."""
+    return KEYS // shape.unit * (1 if values or not shape.scaled else 3)
+
+
+def scale_lanes(shape: GpuShape, tma: bool) -> int:
+    """Bytes of a token's row that come with a head's scale: cp.async deals out four tiles of 8 rows and 32 bytes."""
+    return 16 if tma else 32 * max(1, 4 * SUBLANES // shape.unit)
+
+
+def _codes(shape: GpuShape, products: Products, stages: int, lanes: int, scales: bool = False) -> Any:
+    dims = (stages, KEYS, lanes)
+    # TMA brings them as they lie, too; there is no tile of 16 bytes.
+    if products.tma and (scales or lanes % CODE_WIDTHS[-1]):
+        return plgpu.SMEM(dims, jnp.int8)
+    return tiled(32 if scales else products.tile_lanes(shape.unit, lanes, CODE_WIDTHS), dims, jnp.int8)
 
 
 def shared_bytes(shape: GpuShape, dtype: Any, products: Products) -> int:
@@ -247,7 +296,8 @@ def store(ref: Any, value: Any) -> None:
 
 def tiled(lanes: int, dims: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in swizzled tiles of 8 rows."""
-    transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(2 * lanes))
+    swizzle = plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform((8, lanes)), swizzle)
     return plgpu.SMEM(dims, dtype, transforms=transforms)
 
 
@@ -311,12 +361,16 @@ class _Program:
                 # A block larger than a tile is brought in parts; the first key of each is a multiple of the unit.
                 within = key & jnp.int32(shape.block_size - shape.unit)
                 offset = within if shape.block_size > KEYS else 0
-                source = self.pool_ref.at[row, pl.ds(offset, shape.unit), pl.ds(lanes, shape.head_dim)]
-                target = self.tiles[values].at[slot, pl.ds(part * shape.unit, shape.unit)]
-                if self.tma:
-                    plgpu.copy_gmem_to_smem(source, target, self.barriers[values].at[slot])
-                else:
-                    plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+                pieces = [(self.tiles[values], pl.ds(lanes, shape.head_dim))]
+                if shape.scaled and not values:
+                    pieces += [(self.tiles[4 + of], pl.ds(*self.scale_bytes(of, head))) for of in (0, 1)]
+                for tile, bytes_ in pieces:
+                    source = self.pool_ref.at[row, pl.ds(offset, shape.unit), bytes_]
+                    target = tile.at[slot, pl.ds(part * shape.unit, shape.unit)]
+                    if self.tma:
+                        plgpu.copy_gmem_to_smem(source, target, self.barriers[values].at[slot])
+                    else:
+                        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         # By cp.async, tiles behind the last are brought too: what is counted is the copies.
         if self.tma:
@@ -332,8 +386,41 @@ class _Program:
             plgpu.barrier_wait(self.barriers[values].at[slot])
         else:
             newer = tiles_behind(values, self.tiles[values].shape[0])
-            plgpu.wait_gmem_to_smem(newer * (KEYS // self.shape.unit))
+            of_values = newer // 2
+            groups = (newer - of_values) * copies(self.shape, 0) + of_values * copies(self.shape, 1)
+            plgpu.wait_gmem_to_smem(groups)
             _warpgroup_barrier()
+
+    def scale_bytes(self, values: int, head: Any) -> tuple[Any, int]:
+        """(first, number) of the bytes of a token's row among which the scale of a head's keys or values lies."""
+        width = scale_lanes(self.shape, self.tma)
+        return self.scale_at(values, head) & jnp.int32(-width), width
+
+    def scale_at(self, values: int, head: Any) -> Any:
+        """First byte of that scale."""
+        K = self.shape.num_kv_heads
+        return 2 * K * self.shape.head_dim + SCALE_BYTES * (values * K + head)
+
+    def widen(self, values: int, slot: Any, products: Products, dtype: Any) -> Any:
+        """A tile's codes as numbers in shared memory, not yet scaled: all are whole in 16 bits."""
+        shape, tile = self.shape, self.tiles[2 + values]
+        step = products.tile_lanes(KEYS, shape.head_dim)
+        for first in range(0, shape.head_dim, step):
+            lanes = pl.ds(first, step)
+            codes = load(self.tiles[values].at[slot, :, lanes], products.layout(dtype))
+            store(tile.at[:, lanes], widened(codes, shape.codes, products, dtype))
+        return tile
+
+    def lay_out_scales(self, slot: Any, head: Any, seen: Any, layout: Any) -> None:
+        """Puts the scales of a tile's keys and values down as float32, 0 where no query sees them: they may be NaN."""
+        for values in (0, 1):
+            stored = load(self.tiles[4 + values].at[slot], layout).astype(jnp.int32) & 255
+            byte = plgpu.broadcasted_iota(jnp.int32, stored.shape, 1, layout=layout)
+            byte -= self.scale_at(values, head) - self.scale_bytes(values, head)[0]
+            there = (byte >= 0) & (byte < SCALE_BYTES) & seen(stored.shape)
+            # The four bytes of a float32 do not overlap, so that their sum is it.
+            bits = jnp.where(there, stored << (jnp.where(there, byte, 0) * 8), 0).sum(axis=1)
+            store(self.tiles[6].at[values], lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
@@ -361,12 +448,22 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
         queries = products.queries(staged, operands, shape)
         sync(products)  # before probabilities are written where queries were
 
+        def scaled(x: Any, values: int) -> Any:
+            """Scores or probabilities by the scales of codes."""
+            if not shape.scaled:
+                return x
+            of_key = 0 if shape.narrow else 1
+            scales = load(tiles[6].at[values], layout.reduce(1 - of_key))
+            return x * lax.broadcast_in_dim(scales, x.shape, [of_key])
+
         def work_tile(step: Any, carry: Any, s: Any) -> Any:
             number, keys_at, values_at, m, l, acc = carry
             start = first + step * KEYS
+            s = scaled(s, 0)
             m, l, shrink, p = _softmax(s, m, l, start, pos, stop, layout, shape)
+            p, unit = _in_units(scaled(p, 1), shape) if shape.scaled else (p, None)
             # Two by turns: a slow warp may still multiply the last tile's.
-            weights = products.put(probabilities.at[_slot(number, 2)], p.astype(dtype), shape)
+            weights = products.put(probabilities.at[_slot(number, 2)], p.astype(probabilities.dtype), shape)
             # From here on no warp reads this tile's keys, nor the last one's values.
             sync(products)
             values_at = program.fetch(values_at, 1, _slot(number + stages[1] - 1, stages[1]))
@@ -374,28 +471,44 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             slot = _slot(number, stages[1])
             program.wait(1, slot)
             values = tiles[1].at[slot]
-            _clear_unseen_values(values, start, pos, stop, shape, products)
-            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1 if shape.narrow else 0])
-            return number + 1, keys_at, values_at, m, l, products.weighted(acc, weights, values, shape)
+            if shape.codes:
+                values = program.widen(1, slot, products, probabilities.dtype)
+                sync(products)
+            if shape.codes != "int8":  # whose every code is a number
+                _clear_unseen_values(values, start, pos, stop, shape, products)
+            of_query = 1 if shape.narrow else 0
+            shrink = shrink if unit is None else shrink / unit
+            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [of_query])
+            acc = products.weighted(acc, weights, values, shape)
+            if unit is not None:
+                acc = acc * lax.broadcast_in_dim(unit, acc.shape, [of_query])
+            return number + 1, keys_at, values_at, m, l, acc
 
-        def keys_of(number: Any) -> Any:
+        def keys_of(number: Any, step: Any) -> Any:
             slot = _slot(number, stages[0])
             program.wait(0, slot)
-            return tiles[0].at[slot]
+            if not shape.codes:
+                return tiles[0].at[slot]
+            if shape.scaled:
+                seen = functools.partial(_seen_by_any, first + step * KEYS, pos, stop, shape, layout)
+                program.lay_out_scales(slot, head, seen, layout)
+            keys = program.widen(0, slot, products, dtype)
+            sync(products)
+            return keys
 
         def one_tile(step: Any, carry: Any) -> Any:
-            return work_tile(step, carry, products.scores(queries, keys_of(carry[0]), shape))
+            return work_tile(step, carry, products.scores(queries, keys_of(carry[0], step), shape))
 
         def with_next(step: Any, carry: Any) -> Any:
             *carry, s = carry
             work = functools.partial(work_tile, step, carry, s)
-            carry, s = products.scores_beside(queries, keys_of(carry[0] + 1), work)
+            carry, s = products.scores_beside(queries, keys_of(carry[0] + 1, step + 1), work)
             return *carry, s
 
         steps = lax.shift_right_logical(stop - first + (KEYS - 1), jnp.int32(KEYS.bit_length() - 1))
         state = _no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
         if products.ahead(shape):
-            s = products.scores(queries, keys_of(carry[0]), shape)
+            s = products.scores(queries, keys_of(carry[0], 0), shape)
             *carry, s = lax.fori_loop(0, steps - 1, with_next, (*carry, *state, s))
             carry = work_tile(steps - 1, carry, s)
         else:
@@ -435,6 +548,24 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
         lax.fori_loop(0, mine, one_item, [jnp.int32(0), keys_at, values_at])
         if not products.tma:
             plgpu.wait_gmem_to_smem(0)
+
+
+def widened(codes: Any, kind: str, products: Products, dtype: Any) -> Any:
+    """What codes' bytes i8[…] stand for without their scale, f[…] of a dtype in which all are whole.
+
+    Without an instruction for it the bits of an fp8 are put where float32 has them. Its exponent 0 means 2 ** -6 times
+    eighths, which are read as 2 ** -7 times one and eighths first.
+    """
+    if kind == "int8":
+        # jax's own way to bfloat16 takes an instruction that came with Hopper.
+        return codes.astype(dtype) if products.tma else codes.astype(jnp.float32).astype(dtype)
+    if products.narrow_floats:
+        return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32).astype(dtype)
+    bits = codes.astype(jnp.int32)
+    size = lax.bitcast_convert_type(((bits & 127) << 20) + (120 << 23), jnp.float32)
+    size = jnp.where((bits & 120) == 0, (size - 2.0**-7) * 2, size)
+    size = jnp.where((bits & 127) == 127, jnp.nan, size)
+    return jnp.where(bits < 0, -size, size).astype(dtype)
 
 
 def _slot(number: Any, stages: int) -> Any:
@@ -484,6 +615,23 @@ def _softmax(
     return top, l, shrink, p
 
 
+def _in_units(weights: Any, shape: GpuShape) -> tuple[Any, Any]:
+    """(weights by their largest, which for each query): float16 has no room for every scale.
+
+    What lies below 1e-30 is left there, so that what stands in sums is not made infinite by it.
+    """
+    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
+    unit = jnp.maximum(weights.max(axis=of_key), 1e-30)
+    return weights / lax.broadcast_in_dim(unit, weights.shape, [of_query]), unit
+
+
+def _seen_by_any(start: Any, pos: Any, stop: Any, shape: GpuShape, layout: Any, tile: tuple[int, int]) -> Any:
+    """Which keys, the tile's rows, some query of the entry may see."""
+    key = start + plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=layout)
+    seen = key < stop
+    return seen if shape.window is None else seen & (key > pos - shape.window)
+
+
 def _clear_unseen_values(
     values: Any, start: Any, pos: Any, stop: Any, shape: GpuShape, products: Products
 ) -> None:
@@ -498,10 +646,7 @@ def _clear_unseen_values(
     @pl.when(unseen)
     def clear() -> None:
         tile, layout = (KEYS, shape.head_dim), products.layout(values.dtype)
-        key = start + plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=layout)
-        written = key < stop
-        if shape.window is not None:
-            written &= key > pos - shape.window
+        written = _seen_by_any(start, pos, stop, shape, layout, tile)
         kept = load(values, layout)
         store(values, jnp.where(written, kept, jnp.zeros_like(kept)))
         sync(products)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,8 @@ class GpuShape:
     soft_cap: float | None
     has_sinks: bool = False
     exact: bool = False  # outputs stay float32, to be joined with others
+    codes: str = ""  # of a quantised pool, its kind
+    scaled: bool = False  # whether codes have scales with them
 
     @property
     def narrow(self) -> bool:
@@ -102,18 +105,34 @@ def widest_shapes(layout: KVLayout) -> tuple[GpuShape, GpuShape]:
 
     def shape(parts: bool) -> GpuShape:
         sizes = layout.block_size, layout.num_kv_heads, layout.head_dim
-        return GpuShape(*sizes, 1, ROWS, 1, parts, 1.0, None, None)
+        return GpuShape(*sizes, 1, ROWS, 1, parts, 1.0, None, None, False, False, *codes_of(layout))
 
     return shape(False), shape(True)
 
 
-def check(pool: KVPool, ragged: RaggedBatch, group: int, why_not_float32: str) -> None:
+def codes_of(layout: KVLayout) -> tuple[str, bool]:
+    """`GpuShape.codes` and `scaled`."""
+    return layout.dtype if layout.quantised else "", layout.scaled
+
+
+def worked_in(layout: KVLayout, queries: Any, why_not_float32: str) -> Any:
+    """Dtype of products and results: the pool's, or where that holds codes the queries'.
+
+    Raises:
+        NotImplementedError: Products would round it.
+    """
+    dtype = jnp.dtype(queries if layout.quantised else layout.dtype)
+    if dtype not in ("bfloat16", "float16"):
+        of = f"queries of {dtype} over dtype={layout.dtype}" if layout.quantised else f"dtype={dtype}"
+        raise NotImplementedError(f"{of}: must be bfloat16 or float16 ({why_not_float32})")
+    return dtype
+
+
+def check(pool: KVPool, ragged: RaggedBatch, group: int) -> None:
     """Raises NotImplementedError for what no GPU kernel takes."""
     layout = pool.layout
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(f"jax {jax.__version__}: must be 0.12 or later; use 'xla' here")
-    if layout.dtype not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"dtype={layout.dtype}: must be bfloat16 or float16 ({why_not_float32})")
     if not SUBLANES <= layout.block_size <= ragged.chunk_tokens:
         raise NotImplementedError(
             f"block_size={layout.block_size}: must be between {SUBLANES} and chunk_tokens={ragged.chunk_tokens}"
@@ -141,11 +160,16 @@ def attend_rows(
     sinks: jax.Array | None,
     kernel: Kernel,
     programs: int,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries, so many of whose programs work side by side."""
+    """(o f[T, N, H], lse f32[T, N]) by a kernel of entries, so many of whose programs work side by side.
+
+    Args:
+        dtype: Of `worked_in`.
+    """
     (T, N, H), K, Sd = q.shape, pool.layout.num_kv_heads, ragged.decode_bucket
     rows = read_rows(pool.layout, layer, ragged.block_tables)
-    queries = q.astype(pool.data.dtype).reshape(T, K, N // K, H)
+    queries = q.astype(dtype).reshape(T, K, N // K, H)
 
     call = functools.partial(kernel, pool=pool, params=params, programs=programs)
     if ragged.tile_queries:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import GpuTiling, load, store, tiled
+from pagedjax.kernels.gpu_programs import CODE_WIDTHS, WIDTHS, GpuTiling, load, store, tiled
 from pagedjax.kernels.gpu_rows import (
     KEYS,
     ROWS,
@@ -28,6 +28,7 @@ from pagedjax.kernels.gpu_rows import (
     check,
     device_programs,
     widest_shapes,
+    worked_in,
 )
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
@@ -58,27 +59,28 @@ def attend(
             for `mma`, which the tests give it.
 
     Raises:
-        NotImplementedError: No GPU of compute capability 8.0 to 10.x, float32, blocks under 8 tokens or over one
-            chunk, head dims that are no multiple of 16, more than 64 query heads per KV head; before Hopper, blocks
-            whose rows of a head cannot be dealt out to four warps.
+        NotImplementedError: No GPU of compute capability 8.0 to 10.x, float32 (of a quantised pool's queries), blocks
+            under 8 tokens or over one chunk, head dims that are no multiple of 16, more than 64 query heads per KV
+            head; before Hopper, blocks whose rows of a head cannot be dealt out to four warps.
     """
     chip = _chip(interpret)
-    check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "mma rounds float32")
+    check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads)
+    dtype = worked_in(pool.layout, q.dtype, "mma rounds float32")
     params = xla.Params(scale, window, soft_cap)
     tiling = GpuTiling(**ragged.sizes("pallas_mma", pool.layout, q.shape[1]))
     products = _Mma(*chip, tiling)
-    products.tile_lanes(min(pool.layout.block_size, KEYS), pool.layout.head_dim)  # or refuses
+    products.copies_of(pool.layout)  # or refuses
     kernel = functools.partial(gpu_programs.run, products=products, interpret=interpret)
     programs = programs or device_programs(tiling.programs)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs, dtype)
 
 
-def _chip(interpret: Any) -> tuple[bool, int]:
-    """(whether it has TMA, shared memory of a program): what of a GPU decides how the kernel is made."""
+def _chip(interpret: Any) -> tuple[bool, int, bool]:
+    """(whether it has TMA, shared memory of a program, whether it widens fp8): what decides how the kernel is made."""
     if jax.__version_info__ < (0, 12):
         raise NotImplementedError(f"jax {jax.__version__}: must be 0.12 or later; use 'xla' here")
     if interpret:
-        return True, _SHARED_KIB[9, 0] << 10
+        return _of_capability((9, 0))
     capability = compute_capability()
     # 12.x: Mosaic lowers, and ptxas is then asked for sm_120 where the code is for sm_120a.
     if capability is None or not 8 <= capability[0] < 11:
@@ -88,8 +90,9 @@ def _chip(interpret: Any) -> tuple[bool, int]:
     return _of_capability(capability)
 
 
-def _of_capability(capability: tuple[int, int]) -> tuple[bool, int]:
-    return capability[0] >= 9, _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10
+def _of_capability(capability: tuple[int, int]) -> tuple[bool, int, bool]:
+    shared = _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) << 10
+    return capability[0] >= 9, shared, capability >= (8, 9)
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,14 @@ class _Mma:
     Attributes:
         tma: The chip has it.
         shared_memory: Bytes that a program may take.
+        narrow_floats: The chip has instructions that widen fp8.
         tiling: Sizes of the pieces.
         given_stages: Key tiles side by side; None takes the tiling's, as far as they fit.
     """
 
     tma: bool
     shared_memory: int
+    narrow_floats: bool
     tiling: GpuTiling
     given_stages: int | None = None
 
@@ -132,19 +137,26 @@ class _Mma:
     def operands(self, shape: GpuShape, dtype: Any) -> list[Any]:
         return []
 
-    def tile_lanes(self, keys: int, head_dim: int) -> int:
+    def tile_lanes(self, keys: int, head_dim: int, widths: tuple[int, ...] = WIDTHS) -> int:
         """Lanes of a shared-memory tile: the widest that divide the head and by which `keys` rows can be copied.
 
         Raises:
             NotImplementedError: There are none.
         """
-        for lanes in (64, 32, 16):
+        for lanes in widths:
             if head_dim % lanes == 0 and self._copies(keys, head_dim, lanes):
                 return lanes
+        codes = f", and of eight bits {widths[-1]} lanes" if head_dim % widths[-1] else ""
         raise NotImplementedError(
-            f"head_dim={head_dim}, blocks of {keys}: cp.async copies 16 lanes of 8 rows a warp; blocks must have at "
-            "least 32 tokens, or use 'xla'"
+            f"head_dim={head_dim}, blocks of {keys}: cp.async copies 16 lanes of 8 rows a warp{codes}; blocks must "
+            "have at least 32 tokens, or use 'xla'"
         )
+
+    def copies_of(self, layout: KVLayout) -> None:
+        """Raises NotImplementedError where a pool's blocks cannot be copied."""
+        if not (self.tma and layout.quantised):
+            widths = CODE_WIDTHS if layout.quantised else WIDTHS
+            self.tile_lanes(min(layout.block_size, KEYS), layout.head_dim, widths)
 
     def _copies(self, rows: int, head_dim: int, lanes: int) -> bool:
         """Whether a copy of so many rows goes in tiles of (8, lanes): cp.async deals them out to four warps."""

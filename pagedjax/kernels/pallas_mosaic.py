@@ -17,8 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import GpuTiling, load, slab, store, tiled
-from pagedjax.kernels.gpu_rows import KEYS, GpuShape, attend_rows, check, device_programs, widest_shapes
+from pagedjax.kernels.gpu_programs import WIDTHS, GpuTiling, load, slab, store, tiled
+from pagedjax.kernels.gpu_rows import (
+    KEYS,
+    GpuShape,
+    attend_rows,
+    check,
+    device_programs,
+    widest_shapes,
+    worked_in,
+)
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu
@@ -47,20 +55,21 @@ def attend(
         interpret: `plgpu.InterpretGPUParams()` runs it on the CPU, for tests (jax 0.12 and later).
 
     Raises:
-        NotImplementedError: Not a Hopper GPU, float32, blocks under 8 tokens or over one chunk, head dims that
-            are no multiple of 16, more than 64 query heads per KV head.
+        NotImplementedError: Not a Hopper GPU, float32 (of a quantised pool's queries), blocks under 8 tokens or over
+            one chunk, head dims that are no multiple of 16, more than 64 query heads per KV head.
     """
     if not interpret and compute_capability() != (9, 0):
         raise NotImplementedError(
             f"{describe_device()}: must be a Hopper GPU (9.0); use 'pallas_mma' or 'xla' here"
         )
-    check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads, "wgmma rounds float32")
+    check(pool, ragged, q.shape[1] // pool.layout.num_kv_heads)
+    dtype = worked_in(pool.layout, q.dtype, "wgmma rounds float32")
     params = xla.Params(scale, window, soft_cap)
     tiling = GpuTiling(**ragged.sizes("pallas_mosaic", pool.layout, q.shape[1]))
     products = _Wgmma(tiling, in_registers)
     kernel = functools.partial(gpu_programs.run, products=products, interpret=interpret)
     programs = programs or device_programs(tiling.programs)
-    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs)
+    return attend_rows(q, pool, layer, ragged, params, sinks, kernel, programs, dtype)
 
 
 def attend_in_registers(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +91,7 @@ class _Wgmma:
     in_registers: bool = False
     given_stages: int | None = None
     tma: bool = True
+    narrow_floats: bool = True
     shared_memory: int = 227 << 10
 
     def layout(self, dtype: Any) -> Any:
@@ -96,10 +106,11 @@ class _Wgmma:
         return replace(self, given_stages=stages)
 
     def ahead(self, shape: GpuShape) -> bool:
-        return not (shape.parts or shape.exact)
+        # Codes become numbers in one place, which the product before may still read.
+        return not (shape.parts or shape.exact or shape.codes)
 
-    def tile_lanes(self, keys: int, head_dim: int) -> int:
-        return next(lanes for lanes in (64, 32, 16) if head_dim % lanes == 0)
+    def tile_lanes(self, keys: int, head_dim: int, widths: tuple[int, ...] = WIDTHS) -> int:
+        return next(lanes for lanes in widths if head_dim % lanes == 0)
 
     def probabilities(self, shape: GpuShape, dtype: Any) -> Any:
         # The operands of a product must be swizzled alike.
@@ -148,5 +159,6 @@ def _product(a: Any, b: Any) -> Any:
 
 def shared_memory_bytes(layout: KVLayout, tiling: GpuTiling) -> int:
     """Shared memory that one program takes at most."""
-    dtype, products = jnp.dtype(layout.dtype), _Wgmma(tiling)
-    return max(gpu_programs.shared_bytes(shape, dtype, products) for shape in widest_shapes(layout))
+    return max(
+        gpu_programs.shared_bytes(shape, jnp.float16, _Wgmma(tiling)) for shape in widest_shapes(layout)
+    )

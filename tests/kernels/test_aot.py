@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.kernels import aot, geometries
+from pagedjax.kernels import KVLayout, KVPool, aot, geometries
+from pagedjax.kernels.blocks import copy_blocks
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 
@@ -139,7 +140,7 @@ def test_F061_wide_heads_compile_on_every_tpu(target, heads, dtype):
     assert report.num_kernels >= 2 and report.kernel_bytes < report.limits.on_chip_bytes, report
 
 
-_QUICK_CODES = {("v5e", "int8", 32)}
+_QUICK_CODES = {("v5e", "int8", 32), ("h100", "int8", 16)}
 LATENT = geometries.Geometry(128, 1, 576, 16, "bfloat16", 512)
 
 
@@ -163,17 +164,31 @@ def test_latent_rows_compile_in_place(target):
         pytest.param(
             name, dtype, size, marks=[needs(name), *([] if case in _QUICK_CODES else [pytest.mark.full])]
         )
-        for case in itertools.product(("v5e", "v6e"), ("int8", "fp8_e4m3"), (16, 32, 64))
+        for case in itertools.product(("v5e", "v6e", "h100", "a100"), ("int8", "fp8_e4m3"), (16, 32, 64))
         for name, dtype, size in [case]
     ],
 )
 def test_pools_of_eight_bits_compile_in_place(target, dtype, block_size):
-    """Decode and a prompt. XLA:TPU would copy the whole pool for less than a tile of 32 tokens (`_write_tiles`)."""
+    """Decode and a prompt. XLA:TPU would copy the whole pool for less than a tile of 32 tokens (`_write_tiles`).
+
+    Copies of blocks beside them: of a pool of several layers, from block to block.
+    """
     report = geometries.compile_attention(
         target, geometries.Geometry(*LLAMA, block_size, dtype), prefill_tokens=64
     )
-    assert report.in_place and report.num_kernels == 3, report
+    assert report.in_place and report.num_kernels == (3 if aot.TARGETS[target].platform == "tpu" else 2), (
+        report
+    )
     assert report.kernel_bytes < report.limits.on_chip_bytes
+    if not aot.of_this_process(target):
+        return  # its programs were compiled in a process of their own
+    layout = KVLayout(8, 1 << 13, block_size, *LLAMA[1:], dtype)
+    pool = KVPool(jax.ShapeDtypeStruct(layout.shape, layout.storage), layout)
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
+    report = aot.compile(
+        "copies", target, copy_blocks, (pool, ids, ids), donate=(0,), pool_bytes=layout.num_bytes
+    )
+    assert report.in_place, report
 
 
 @needs("h100")

@@ -66,11 +66,21 @@ def pairwise(axes: dict[str, list]) -> list[tuple]:
 AXES_OF = {
     "xla": AXES,
     "native": AXES | {"dtype": ["float32", "bfloat16", *QUANTISED]},
-    "pallas_tpu": AXES | {"head_dim": [64, 80, 256], "block_size": [8, 16], "dtype": ["float32", "bfloat16"]},
-    "pallas_mosaic": AXES
-    | {"head_dim": [64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},
-    "pallas_mma": AXES
-    | {"head_dim": [64, 80, 256], "block_size": [8, 16, 128], "dtype": ["bfloat16", "float16"]},
+    "pallas_tpu": AXES
+    | {
+        "head_dim": [64, 80, 256],
+        "block_size": [8, 16],
+        "dtype": ["float32", "bfloat16", "int8", "fp8_e4m3"],
+    },
+    **dict.fromkeys(
+        ("pallas_mosaic", "pallas_mma"),
+        AXES
+        | {
+            "head_dim": [64, 80, 256],
+            "block_size": [8, 16, 128],
+            "dtype": ["bfloat16", "float16", "int8", "fp8_e4m3"],
+        },
+    ),
 }
 if native.compiler():
     native.load()
@@ -92,6 +102,11 @@ def dtype_of(implementation: str) -> str:
     return "float16" if implementation in ("pallas_mosaic", "pallas_mma") else "float32"
 
 
+def coded_in(implementation: str) -> str:
+    """The dtype of queries over a pool of codes: the GPU kernels take no float32."""
+    return "bfloat16" if implementation in ("pallas_mosaic", "pallas_mma") else "float32"
+
+
 @pytest.mark.skipif(ABSENT["native"], reason="native is not judged: no C++ compiler here")
 def test_the_native_kernel_is_in_the_table():
     assert "native" in {name for name, _ in PAIRWISE}
@@ -108,7 +123,11 @@ def run_case(build, check, implementation, case):
     spec["sinks"] = np.linspace(-2, 2, spec["heads"][0]) if spec["sinks"] else None
     # One chunk holds the largest block.
     chunk = max(32, spec["block_size"])
-    check(build(qlens, lens, chunk_tokens=chunk, **spec), implementation, quick=True)
+    check(
+        build(qlens, lens, chunk_tokens=chunk, worked_in=coded_in(implementation), **spec),
+        implementation,
+        quick=True,
+    )
 
 
 @pytest.mark.parametrize("implementation", JUDGED)
@@ -182,7 +201,7 @@ def test_equals_oracle_full(build, check_variants, implementation, hand, heads, 
         rows = rows_of("mixed", spec["block_size"])
         # Fewer, larger chunks are fewer programs to interpret of a GPU kernel, fewer copies to unroll of a TPU's.
         chunk = max(32 if implementation == "pallas_tpu" else 64, spec["block_size"])
-        step = build(*rows, chunk_tokens=chunk, **spec)
+        step = build(*rows, chunk_tokens=chunk, worked_in=coded_in(implementation), **spec)
         sinks = [np.linspace(-2, 2, heads[0]) if given else None for *_, given in same]
         check_variants(
             step, implementation, sinks, parts=implementation not in ("pallas_mosaic", "pallas_mma")
@@ -246,7 +265,7 @@ def test_latent_rows_are_refused_by_name(build, implementation):
     step = build([1], [40], heads=(4, 1), head_dim=48, latent=32, dtype=dtype_of(implementation))
     # The door of both; before it each asks for its device.
     with pytest.raises(NotImplementedError, match="latent_dim=32: values within keys"):
-        gpu_rows.check(step.pool, step.ragged, 4, "")
+        gpu_rows.check(step.pool, step.ragged, 4)
 
 
 @pytest.mark.parametrize("poison", ["k", "v", "kv"])

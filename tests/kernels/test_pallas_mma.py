@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ def run(step, interpret):
     def attend(q, pool, ragged):
         return pallas_mma.attend(q, pool, step.layer, ragged, programs=3, interpret=interpret, **params)
 
-    q = jnp.asarray(step.q.astype(step.pool.data.dtype))
+    q = jnp.asarray(step.q.astype(jnp.dtype(step.worked_in)))
     return np.asarray(attend(q, step.pool, jax.tree.map(jnp.asarray, step.ragged))[0], np.float64)
 
 
@@ -59,7 +60,7 @@ def test_key_tiles_follow_from_the_table_as_far_as_shared_memory_goes():
             },
         )
         shape = widest_shapes(KVLayout(1, 1, 16, 1, head_dim, "float16"))[parts]
-        found = pallas_mma._Mma(False, kib << 10, tiling).stages(shape)
+        found = pallas_mma._Mma(False, kib << 10, False, tiling).stages(shape)
         assert pallas_mosaic._Wgmma(tiling, shared_memory=kib << 10).stages(shape)[1] <= asked
         return found[0]
 
@@ -100,6 +101,35 @@ def test_copies_that_are_counted_are_those_that_are_awaited(stages):
         assert len(asked) - 1 - asked.index(("values", n)) == tiles_behind(1, stages)
 
 
+@pytest.mark.parametrize("narrow_floats", [False, True])
+def test_codes_are_widened_with_and_without_an_instruction_for_it(narrow_floats):
+    """All 256 of each kind, NaN among them."""
+    products = pallas_mma._Mma(False, 163 << 10, narrow_floats, TILING)
+    codes = np.arange(256, dtype=np.uint8).view(np.int8)
+    for kind, dtype in (("int8", jnp.bfloat16), ("fp8_e4m3", jnp.bfloat16), ("fp8_e4m3", jnp.float16)):
+        ours = np.asarray(gpu_programs.widened(jnp.asarray(codes), kind, products, dtype), np.float32)
+        theirs = codes if kind == "int8" else codes.view(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(ours, theirs.astype(np.float32))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_scales_come_in_what_a_copy_can_bring(block_size):
+    """Whole within the bytes that come with them; cp.async deals its tiles of 8 rows and 32 bytes to four warps."""
+    for K, H in ((3, 80), (8, 128), (1, 16)):
+        layout = KVLayout(1, 1, block_size, K, H, "int8")
+        shape = replace(widest_shapes(layout)[0], block_size=block_size)
+        for tma in (True, False):
+            width = gpu_programs.scale_lanes(shape, tma)
+            program = object.__new__(gpu_programs._Program)
+            program.shape, program.tma = shape, tma
+            for values, head in ((0, 0), (0, K - 1), (1, K - 1)):
+                first, count = program.scale_bytes(values, head)
+                at = program.scale_at(values, head)
+                assert count == width and first % 16 == 0
+                assert first <= at and at + 4 <= first + width <= layout.width
+            assert tma or (shape.unit // 8) * (width // 32) % 4 == 0
+
+
 def test_programs_number_with_the_multiprocessors():
     chip = aot.AbstractGpu(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
@@ -122,3 +152,12 @@ def test_refusals_name_the_limit(build):
             NotImplementedError, match=r"dtype=float32: must be bfloat16 or float16 \(mma rounds"
         ):
             interpreted(build([1], [5]))
+        with pytest.raises(
+            NotImplementedError, match="queries of float32 over dtype=int8: must be bfloat16 or"
+        ):
+            interpreted(build([1], [5], dtype="int8"))
+    layout = KVLayout(1, 2, 32, 8, 80, "int8")
+    with pytest.raises(NotImplementedError, match=r"head_dim=80, blocks of 32: .*and of eight bits 32 lanes"):
+        pallas_mma._Mma(False, 163 << 10, False, TILING).copies_of(layout)
+    pallas_mma._Mma(False, 163 << 10, False, TILING).copies_of(replace(layout, dtype="float16"))
+    pallas_mma._Mma(True, 163 << 10, True, TILING).copies_of(layout)  # TMA brings them as they lie

@@ -22,16 +22,18 @@ def run(step, interpret):
     def attend(q, pool, ragged):
         return pallas_mosaic.attend(q, pool, step.layer, ragged, programs=3, interpret=interpret, **params)
 
-    q = jnp.asarray(step.q.astype(step.pool.data.dtype))
+    q = jnp.asarray(step.q.astype(jnp.dtype(step.worked_in)))
     out, lse = attend(q, step.pool, jax.tree.map(jnp.asarray, step.ragged))
     return np.asarray(out, np.float64), np.asarray(lse)
 
 
 @needs_interpreter
-def test_no_race_on_the_way_through_shared_memory(build, oracle):
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+def test_no_race_on_the_way_through_shared_memory(build, oracle, dtype):
     """Three stages' worth of keys, so that a buffer is used again; blocks smaller and larger than a tile."""
     for block_size in (16, 128):
-        step = build([1, 9], [250, 140], block_size=block_size, window=180, chunk_tokens=256, dtype="float16")
+        args = dict(block_size=block_size, window=180, chunk_tokens=256, dtype=dtype, worked_in="bfloat16")
+        step = build([1, 9], [250, 140], **args)
         out, _ = run(step, plgpu.InterpretGPUParams(detect_races=True))
         np.testing.assert_allclose(out[: step.num_tokens], step.expected(oracle)[0], atol=step.tolerance[0])
 

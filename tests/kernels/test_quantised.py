@@ -131,6 +131,17 @@ def test_the_tpu_kernel_reads_codes(build: Any, check: Any, kind: str, worked_in
     check(step, "pallas_tpu")
 
 
+@pytest.mark.parametrize("implementation", ["pallas_mosaic", "pallas_mma"])
+def test_gpu_kernels_read_codes_without_scales(
+    build: Any, check: Any, interpreted: Any, implementation: str
+) -> None:
+    """Those with scales are in the table; here no bytes come beside the codes, and weights keep the queries' dtype."""
+    if implementation not in interpreted:
+        pytest.skip("jax before 0.12 has no GPU interpreter")
+    args: dict[str, Any] = dict(dtype="fp8_e4m3_unscaled", worked_in="float16", window=25, soft_cap=5.0)
+    check(build([1, 1, 9], [37, 5, 80], heads=(6, 3), head_dim=32, **args), implementation)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_copy_bit_by_bit_and_stay_in_place(kind: str) -> None:
     pool, _ = _pool(kind, np.random.default_rng(2))

@@ -59,7 +59,9 @@ _IDLE: dict[str, tuple[str, ...]] = {
     default="",
     help="A TPU slice whose chips work the step together, of one host or several: 2x4, 4x4, 2x2x2 (v4, v5p, tpu7x).",
 )
-@common_options(settings=("model.model", "model.dtype", "cache.block_size"), model__dtype="bfloat16")
+@common_options(
+    settings=("model.model", "model.dtype", "cache.block_size", "cache.dtype"), model__dtype="bfloat16"
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -210,21 +212,25 @@ def _jobs(
     name, model = read_shapes(common)
     if layers is not None:
         name, model = f"{name}, {layers} layers", model.first_layers(layers)
-    block_size, dtype = common.config.cache.block_size, common.config.model.dtype
+    from pagedjax.runtime.pools import kv_dtype
+
+    block_size, dtype, kv = common.config.cache.block_size, common.config.model.dtype, kv_dtype(common.config)
+    name += f", {kv} KV" if kv != dtype else ""
     if what == "step":
         step = f"{name}: decode step of {batch}" + (f" on {topology}" if topology else "")
         return [
             (
                 step,
                 lambda: compile_step(
-                    step, target, model, dtype, block_size=block_size, batch=batch, context=context,
+                    step, target, model, dtype, kv, block_size=block_size, batch=batch, context=context,
                     pool_bytes=pool_bytes, topology=topology,
                 ),
             )
         ]  # fmt: skip
     geometry = geometries.Geometry(
-        model.num_heads, model.num_kv_heads, model.head_dim, block_size, dtype, model.latent_dim
+        model.num_heads, model.num_kv_heads, model.head_dim, block_size, kv, model.latent_dim
     )
+    queries = "float32" if dtype == "int8" else dtype
     jobs = []
     for window in dict.fromkeys(model.window(layer) for layer in range(model.num_layers)):
         for kind, prefill in (("decode", 0), ("decode and prefill", 256)):
@@ -233,7 +239,7 @@ def _jobs(
             def job(title: str = title, prefill: int = prefill, window: int | None = window) -> Compiled:
                 compiled = geometries.compile_attention(
                     target, geometry, num_decodes=batch, prefill_tokens=prefill, context_tokens=context,
-                    window=window, soft_cap=model.attn_soft_cap or None,
+                    window=window, soft_cap=model.attn_soft_cap or None, query_dtype=queries,
                 )  # fmt: skip
                 return dataclasses.replace(compiled, name=title)
 
@@ -279,6 +285,7 @@ def compile_step(
     target: str,
     model: ModelConfig,
     dtype: str,
+    kv: str,
     *,
     block_size: int,
     batch: int,
@@ -292,7 +299,8 @@ def compile_step(
         name: For the report.
         target: Key of `aot.TARGETS`.
         model: Shapes of the decoder.
-        dtype: Of weights and KV.
+        dtype: Of weights.
+        kv: Dtype of the KV pool.
         block_size: B.
         batch: Rows that decode one token.
         context: Longest row in tokens.
@@ -316,7 +324,7 @@ def compile_step(
     mesh = place.mesh if topology else None
 
     def layout(num_blocks: int) -> KVLayout:
-        return pool_layout(model, num_blocks, block_size, dtype)
+        return pool_layout(model, num_blocks, block_size, kv)
 
     params = abstract_params(model, dtype)
     chip = params if place.cut is None else abstract_params(place.cut.local, dtype)

@@ -111,6 +111,7 @@ def attention_step(
     context_tokens: int = 4096,
     max_groups: int = 0,
     tuning: Tuning = PACKAGED,
+    query_dtype: str = "",
     **params: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of one layer, keys written and attended, with its arguments' shapes: for `compile`.
@@ -122,6 +123,7 @@ def attention_step(
         context_tokens: Longest context, which sets the table's width.
         max_groups: Shared prefixes that the step has room for.
         tuning: Sizes of kernels' pieces, before those of the package.
+        query_dtype: Of queries and new keys; "" is the pool's, or bfloat16 over codes.
         **params: Of `paged_attention`, window and soft_cap for instance.
 
     Returns:
@@ -133,7 +135,7 @@ def attention_step(
     ragged = abstract_batch(layout.block_size, T, S, num_decodes, context_tokens, windows, max_groups, tuning)
     K, H = layout.num_kv_heads, layout.head_dim
     pool = KVPool(jax.ShapeDtypeStruct(layout.shape, layout.storage), layout)  # type: ignore[arg-type]
-    dtype = jnp.dtype("bfloat16" if layout.quantised else layout.dtype)
+    dtype = jnp.dtype(query_dtype or ("bfloat16" if layout.quantised else layout.dtype))
     q, k = (jax.ShapeDtypeStruct((T, heads, H), dtype) for heads in (num_heads, K))
 
     def step(pool: KVPool, q: jax.Array, k: jax.Array, v: jax.Array | None, ragged: RaggedBatch) -> Any:

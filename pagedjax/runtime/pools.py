@@ -37,7 +37,7 @@ def plan_pools(
         groups = (LayerGroup(None, tuple(range(model.num_layers))),)
     cut = Cut(model, config.runtime.tensor_parallel)
     one_block = [
-        pool_layout(model, 1, config.cache.block_size, _kv_dtype(config), len(group.layers))
+        pool_layout(model, 1, config.cache.block_size, kv_dtype(config), len(group.layers))
         for group in groups
     ]
     step_tokens = config.scheduler.chunk_tokens or config.scheduler.token_budget
@@ -58,7 +58,7 @@ def plan_pools(
     return kv_groups, layouts
 
 
-def _kv_dtype(config: Config) -> str:
+def kv_dtype(config: Config) -> str:
     """Of the pool: as asked for, else as the weights, which are not keys and values where they are int8."""
     return config.cache.dtype or ("float32" if config.model.dtype == "int8" else config.model.dtype)
 

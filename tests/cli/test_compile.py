@@ -72,11 +72,39 @@ def test_all_of_llama_3_8b_fits_a_v5e_beside_a_small_pool(capsys):
 
 
 @needs("h100")
-def test_a_short_step_compiles_for_hopper(capsys):
-    args = ["--step", "--layers", "2", "--model", str(SHAPES / "smollm2-135m.json")]
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+def test_a_short_step_compiles_for_hopper(capsys, kv):
+    args = [
+        "--step",
+        "--layers",
+        "2",
+        "--model",
+        str(SHAPES / "smollm2-135m.json"),
+        "--set",
+        f"cache.dtype={kv}",
+    ]
     code, [row] = compiled(capsys, "--target", "h100", *args)
     assert code == 0
     check_step(row)
+    assert ("int8 KV" in row["what"]) == (kv == "int8")
+
+
+def test_the_dtype_of_the_pool_is_what_is_compiled(capsys, monkeypatch):
+    """Beside weights and queries of another."""
+    asked = []
+
+    def refuse(target, geometry, query_dtype="", **_):
+        asked.append((geometry.dtype, query_dtype))
+        raise NotImplementedError("no compiler")
+
+    monkeypatch.setattr(aot, "installed", lambda target: True)
+    monkeypatch.setattr("pagedjax.kernels.geometries.compile_attention", refuse)
+    words = ["--target", "v5e", "--model", str(SHAPES / "smollm2-135m.json")]
+    for settings in ([], ["--set", "cache.dtype=int8"], ["--set", "model.dtype=int8"]):
+        assert compiled(capsys, *words, *settings)[0] == 1
+    assert asked == [
+        (kv, q) for kv, q in (("bfloat16",) * 2, ("int8", "bfloat16"), ("float32",) * 2) for _ in "12"
+    ]
 
 
 @needs("h100")

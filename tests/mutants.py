@@ -65,6 +65,7 @@ REFERENCES = tuple(
         "test_curve_equals_replay_at_every_capacity",
         "test_counts_of_references_equal_the_replay_by_every_definition",
         "test_chunks_end_with_a_request",
+        "test_ids_become_ranks_without_gaps",
     )
 )
 

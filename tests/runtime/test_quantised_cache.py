@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from pagedjax.engine.request import SamplingParams
 from pagedjax.kernels.quant import QUANTISED
 from pagedjax.llm import LLM
+from pagedjax.testing import tiny_config, tiny_params
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, n=2, temperature=0.8, logprobs=3, seed=4)
 
@@ -46,6 +48,18 @@ def test_cached_copied_and_swapped_codes_give_the_bits_of_computed_ones(
     wide = _logprobs(make_engine(tiny, prefix_caching=False, **{**same, "dtype": "float32"}), prompts, False)
     apart = [abs(a[0][1][0] - b[0][1][0]) for a, b in zip(plain, wide)]
     assert 0 < max(apart) < 0.5  # eight bits are not float32, and not far from it
+
+
+def test_windows_pools_of_codes_give_the_bits_of_one_pool(make_engine: Any) -> None:
+    config = tiny_config(windows=(None, 8))
+    model = config, jax.device_put(tiny_params(config))
+    stem = np.random.default_rng(3).integers(0, 256, 40).tolist()
+    prompts = [stem[: 20 + 4 * i] for i in range(5)]
+    same: dict[str, Any] = dict(deterministic=True, quick=False, dtype="int8", block_size=4)
+    plain = _logprobs(make_engine(model, prefix_caching=False, **same), prompts, False)
+    engine = make_engine(model, group_blocks=(120, 60), poison=True, **same)
+    assert _logprobs(engine, prompts, True) == _logprobs(engine, prompts, False) == plain
+    assert engine.manager.stats.hit_tokens
 
 
 def test_snapshots_hold_codes_with_their_scales(tiny_folder: Path, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ def test_ids_that_are_no_chain_count_contiguous_hits() -> None:
         load_references(trace, 4)
 
 
+@pytest.mark.parametrize("gap", [1, 10**9], ids=["near", "far"])
+def test_ids_become_ranks_without_gaps(gap: int) -> None:
+    """By a table where ids lie near each other, else by a sort: stores and curves have a place for every rank."""
+    rows = [[10, 14, 16], [10, 16], [12]]
+    requests = [
+        TraceRequest(float(i), 4 * len(r), 1, granule_ids=gap * np.array(r)) for i, r in enumerate(rows)
+    ]
+    refs = load_references(Trace("gaps", "generated", 4, True, lambda: iter(requests)), 4)
+    assert refs.keys.tolist() == [0, 2, 3, 0, 3, 1]
+
+
 def test_belady_is_no_less_than_an_exhaustive_optimum() -> None:
     rng = np.random.default_rng(5)
     for _ in range(30):

@@ -146,12 +146,15 @@ def _served(unit: Unit, data: Path) -> Iterator[TableRow]:
 
 def _kept(x: Any, dtype: str) -> Any:
     """What a pool gives back of heads f32[T, K, H]."""
+    import jax.numpy as jnp
 
     from pagedjax.kernels.quant import QUANTISED, dequantise, quantise
 
-    kind = "fp8_e4m3_unscaled" if dtype == BARE else dtype
-    if kind in QUANTISED:
-        return dequantise(*quantise(x, kind), kind)
+    if dtype in QUANTISED:
+        return dequantise(*quantise(x, dtype), dtype)
+    if dtype == BARE:
+        most = QUANTISED["fp8_e4m3"]
+        return jnp.clip(x, -most, most).astype(jnp.float8_e4m3fn).astype(x.dtype)
     return x.astype(dtype).astype(x.dtype)
 
 

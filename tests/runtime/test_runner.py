@@ -233,7 +233,9 @@ def test_B089_no_program_is_compiled_after_warm_up(make_engine):
     engine = make_engine((config, jax.device_put(tiny_params(config))), full_ladder=True)
     runner = engine.runner
     runner.warm_up()
-    assert runner.num_programs == len(runner.buckets.ladder) <= 12
+    several = [bucket for bucket in runner.buckets.ladder if not bucket.num_prefill_tokens]
+    programs = len(runner.buckets.ladder) + len(several)  # the runner could be asked for several steps a call
+    assert runner.num_programs == programs and len(runner.buckets.ladder) <= 12
     copies = runner.copies.num_programs
     rng = np.random.default_rng(0)
     added, live = 0, []
@@ -250,7 +252,7 @@ def test_B089_no_program_is_compiled_after_warm_up(make_engine):
             engine.abort(live[int(rng.integers(len(live)))])
         done = {o.request_id for o in engine.step() if o.finished}
         live = [i for i in live if i not in done and i in engine._requests]
-    assert runner.num_programs == len(runner.buckets.ladder)
+    assert runner.num_programs == programs
     assert runner.copies.num_programs == copies
     assert engine.manager.stats.copies > 0
 
@@ -484,6 +486,6 @@ def test_one_bucket_is_traced_once_whatever_it_holds(tiny, make_engine, run_all)
                 engine.add(rng.integers(0, 256, 3 + 5 * i).tolist(), greedy(4, n=1 + i % 2, **more))
             run_all(engine)
         assert runner.step_fn._cache_size() <= len(runner.buckets.ladder)
-        assert (bucket, False) in runner._compiled
+        assert (bucket, False, False) in runner._compiled
     finally:
         runner.step_fn = step

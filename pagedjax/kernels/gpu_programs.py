@@ -24,10 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.cache.rules import SCALE_BYTES
-from pagedjax.kernels import xla
+from pagedjax.kernels import gpu_tile, xla
 from pagedjax.kernels.gpu_rows import KEYS, ROWS, SUBLANES, Entry, GpuShape, codes_of, device_programs
 from pagedjax.kernels.layout import KVPool
-from pagedjax.kernels.xla import NEG
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 lacks much of it, and is refused by `gpu_rows.check`
 
@@ -268,32 +267,6 @@ def _across_warps(shape: GpuShape) -> int:
     return _ACROSS_WARPS if shape.narrow else 0
 
 
-def _warpgroup_barrier() -> None:
-    # `commit_smem` would also fence for TMA, which no GPU before Hopper has.
-    @plgpu.inline_mgpu()
-    def barrier(ctx: Any) -> None:
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.warpgroup_barrier()
-
-    barrier()
-
-
-def sync(products: Products) -> None:
-    """No warp goes on before all have come here, with what they wrote to shared memory."""
-    (plgpu.commit_smem if products.tma else _warpgroup_barrier)()
-
-
-def load(ref: Any, layout: Any) -> Any:
-    """Into registers, by whatever copies there are."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def store(ref: Any, value: Any) -> None:
-    """From registers, by whatever copies there are."""
-    plgpu.store(ref, value, optimized=False)
-
-
 def tiled(lanes: int, dims: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in swizzled tiles of 8 rows."""
     swizzle = plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize)
@@ -389,7 +362,7 @@ class _Program:
             of_values = newer // 2
             groups = (newer - of_values) * copies(self.shape, 0) + of_values * copies(self.shape, 1)
             plgpu.wait_gmem_to_smem(groups)
-            _warpgroup_barrier()
+            gpu_tile.warpgroup_barrier()
 
     def scale_bytes(self, values: int, head: Any) -> tuple[Any, int]:
         """(first, number) of the bytes of a token's row among which the scale of a head's keys or values lies."""
@@ -407,20 +380,20 @@ class _Program:
         step = products.tile_lanes(KEYS, shape.head_dim)
         for first in range(0, shape.head_dim, step):
             lanes = pl.ds(first, step)
-            codes = load(self.tiles[values].at[slot, :, lanes], products.layout(dtype))
-            store(tile.at[:, lanes], widened(codes, shape.codes, products, dtype))
+            codes = gpu_tile.load(self.tiles[values].at[slot, :, lanes], products.layout(dtype))
+            gpu_tile.store(tile.at[:, lanes], gpu_tile.widened(codes, shape.codes, products, dtype))
         return tile
 
     def lay_out_scales(self, slot: Any, head: Any, seen: Any, layout: Any) -> None:
         """Puts the scales of a tile's keys and values down as float32, 0 where no query sees them: they may be NaN."""
         for values in (0, 1):
-            stored = load(self.tiles[4 + values].at[slot], layout).astype(jnp.int32) & 255
+            stored = gpu_tile.load(self.tiles[4 + values].at[slot], layout).astype(jnp.int32) & 255
             byte = plgpu.broadcasted_iota(jnp.int32, stored.shape, 1, layout=layout)
             byte -= self.scale_at(values, head) - self.scale_bytes(values, head)[0]
             there = (byte >= 0) & (byte < SCALE_BYTES) & seen(stored.shape)
             # The four bytes of a float32 do not overlap, so that their sum is it.
             bits = jnp.where(there, stored << (jnp.where(there, byte, 0) * 8), 0).sum(axis=1)
-            store(self.tiles[6].at[values], lax.bitcast_convert_type(bits, jnp.float32))
+            gpu_tile.store(self.tiles[6].at[values], lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
@@ -443,29 +416,29 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
         for t in range(shape.tokens):
             # Behind the entry's last token stand other tokens' queries, whose results go nowhere.
             at = jnp.minimum(token + t, q_ref.shape[0] - 1)
-            store(staged.at[pl.ds(t * G, G)], load(q_ref.at[at, head], token_slab))
-        sync(products)
+            gpu_tile.store(staged.at[pl.ds(t * G, G)], gpu_tile.load(q_ref.at[at, head], token_slab))
+        gpu_tile.sync(products)
         queries = products.queries(staged, operands, shape)
-        sync(products)  # before probabilities are written where queries were
+        gpu_tile.sync(products)  # before probabilities are written where queries were
 
         def scaled(x: Any, values: int) -> Any:
             """Scores or probabilities by the scales of codes."""
             if not shape.scaled:
                 return x
             of_key = 0 if shape.narrow else 1
-            scales = load(tiles[6].at[values], layout.reduce(1 - of_key))
+            scales = gpu_tile.load(tiles[6].at[values], layout.reduce(1 - of_key))
             return x * lax.broadcast_in_dim(scales, x.shape, [of_key])
 
         def work_tile(step: Any, carry: Any, s: Any) -> Any:
             number, keys_at, values_at, m, l, acc = carry
             start = first + step * KEYS
             s = scaled(s, 0)
-            m, l, shrink, p = _softmax(s, m, l, start, pos, stop, layout, shape)
-            p, unit = _in_units(scaled(p, 1), shape) if shape.scaled else (p, None)
+            m, l, shrink, p = gpu_tile.softmax(s, m, l, start, pos, stop, layout, shape)
+            p, unit = gpu_tile.in_units(scaled(p, 1), shape) if shape.scaled else (p, None)
             # Two by turns: a slow warp may still multiply the last tile's.
             weights = products.put(probabilities.at[_slot(number, 2)], p.astype(probabilities.dtype), shape)
             # From here on no warp reads this tile's keys, nor the last one's values.
-            sync(products)
+            gpu_tile.sync(products)
             values_at = program.fetch(values_at, 1, _slot(number + stages[1] - 1, stages[1]))
             keys_at = program.fetch(keys_at, 0, _slot(number, stages[0]))
             slot = _slot(number, stages[1])
@@ -473,9 +446,9 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             values = tiles[1].at[slot]
             if shape.codes:
                 values = program.widen(1, slot, products, probabilities.dtype)
-                sync(products)
+                gpu_tile.sync(products)
             if shape.codes != "int8":  # whose every code is a number
-                _clear_unseen_values(values, start, pos, stop, shape, products)
+                gpu_tile.clear_unseen_values(values, start, pos, stop, shape, products)
             of_query = 1 if shape.narrow else 0
             shrink = shrink if unit is None else shrink / unit
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [of_query])
@@ -490,10 +463,10 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             if not shape.codes:
                 return tiles[0].at[slot]
             if shape.scaled:
-                seen = functools.partial(_seen_by_any, first + step * KEYS, pos, stop, shape, layout)
+                seen = functools.partial(gpu_tile.seen_by_any, first + step * KEYS, pos, stop, shape, layout)
                 program.lay_out_scales(slot, head, seen, layout)
             keys = program.widen(0, slot, products, dtype)
-            sync(products)
+            gpu_tile.sync(products)
             return keys
 
         def one_tile(step: Any, carry: Any) -> Any:
@@ -506,7 +479,7 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             return *carry, s
 
         steps = lax.shift_right_logical(stop - first + (KEYS - 1), jnp.int32(KEYS.bit_length() - 1))
-        state = _no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
+        state = gpu_tile.no_keys(None if sinks_ref is None else sinks_ref.at[head], layout, shape)
         if products.ahead(shape):
             s = products.scores(queries, keys_of(carry[0], 0), shape)
             *carry, s = lax.fori_loop(0, steps - 1, with_next, (*carry, *state, s))
@@ -520,21 +493,21 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             acc = acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [0])
         if not (products.tma or shape.walks):
             plgpu.wait_gmem_to_smem(0)
-        sync(products)
-        store(result, acc.astype(result.dtype))
-        sync(products)
+        gpu_tile.sync(products)
+        gpu_tile.store(result, acc.astype(result.dtype))
+        gpu_tile.sync(products)
 
         def lay_down(t: Any, _: None) -> None:
             if shape.narrow:
-                heads = load(result.at[:, pl.ds(0, G)].T, slab(G, H, 1))
+                heads = gpu_tile.load(result.at[:, pl.ds(0, G)].T, slab(G, H, 1))
             else:
-                heads = load(result.at[pl.ds(t * G, G)], token_slab)
-            store(o_ref.at[entry, head] if shape.parts else o_ref.at[token + t, head], heads)
+                heads = gpu_tile.load(result.at[pl.ds(t * G, G)], token_slab)
+            gpu_tile.store(o_ref.at[entry, head] if shape.parts else o_ref.at[token + t, head], heads)
 
         lax.fori_loop(0, count, lay_down, None)
-        store(m_ref.at[entry, head], m)
-        store(l_ref.at[entry, head], l)
-        sync(products)  # before the next item's queries are laid where the result was
+        gpu_tile.store(m_ref.at[entry, head], m)
+        gpu_tile.store(l_ref.at[entry, head], l)
+        gpu_tile.sync(products)  # before the next item's queries are laid where the result was
         return carry
 
     @pl.when(mine > 0)
@@ -550,103 +523,5 @@ def _program(*refs: Any, shape: GpuShape, products: Products) -> None:
             plgpu.wait_gmem_to_smem(0)
 
 
-def widened(codes: Any, kind: str, products: Products, dtype: Any) -> Any:
-    """What codes' bytes i8[…] stand for without their scale, f[…] of a dtype in which all are whole.
-
-    Without an instruction for it the bits of an fp8 are put where float32 has them. Its exponent 0 means 2 ** -6 times
-    eighths, which are read as 2 ** -7 times one and eighths first.
-    """
-    if kind == "int8":
-        # jax's own way to bfloat16 takes an instruction that came with Hopper.
-        return codes.astype(dtype) if products.tma else codes.astype(jnp.float32).astype(dtype)
-    if products.narrow_floats:
-        return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32).astype(dtype)
-    bits = codes.astype(jnp.int32)
-    size = lax.bitcast_convert_type(((bits & 127) << 20) + (120 << 23), jnp.float32)
-    size = jnp.where((bits & 120) == 0, (size - 2.0**-7) * 2, size)
-    size = jnp.where((bits & 127) == 127, jnp.nan, size)
-    return jnp.where(bits < 0, -size, size).astype(dtype)
-
-
 def _slot(number: Any, stages: int) -> Any:
     return lax.rem(number, jnp.int32(stages)) if stages & (stages - 1) else number & jnp.int32(stages - 1)
-
-
-def _no_keys(sinks: Any, layout: Any, shape: GpuShape) -> tuple[Any, Any, Any]:
-    """The state (maximum, sum, accumulator) before the first key tile: nothing, or a sink for each query.
-
-    Where keys are the rows, their sums are kept per row of the tile, and added up at last: across warps.
-    """
-    H, n = shape.head_dim, shape.queries
-
-    def full(dims: tuple[int, ...], value: float, layout: Any) -> Any:
-        return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
-
-    if shape.narrow:
-        by_query = layout.reduce(0)
-        return full((n,), NEG, by_query), full((KEYS, n), 0.0, layout), full((H, n), 0.0, layout)
-    by_query = layout.reduce(1)
-    m = full((n,), NEG, by_query) if sinks is None else load(sinks, by_query)
-    return m, full((n,), float(shape.has_sinks), by_query), full((n, H), 0.0, layout)
-
-
-def _softmax(
-    s: Any, m: Any, l: Any, start: Any, pos: Any, stop: Any, layout: Any, shape: GpuShape
-) -> tuple[Any, Any, Any, Any]:
-    """(maximum, sum, what the state shrinks by, probabilities) after the scores s of keys from `start` on."""
-    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
-    tile, s = s.shape, s * shape.scale
-    if shape.soft_cap is not None:
-        s = shape.soft_cap * jnp.tanh(s / shape.soft_cap)
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, tile, layout=layout)
-    key = start + iota(of_key)
-    seen = key < stop
-    token = pos
-    if not shape.parts:
-        token = pos + lax.div(iota(of_query), jnp.int32(shape.group))
-        seen &= key <= token
-    if shape.window is not None:
-        seen &= key > token - shape.window
-    s = jnp.where(seen, s, NEG)
-    top = jnp.maximum(m, s.max(axis=of_key))
-    shrink = jnp.exp(m - top)
-    p = jnp.exp(s - lax.broadcast_in_dim(top, tile, [of_query]))
-    l = l * lax.broadcast_in_dim(shrink, tile, [1]) + p if shape.narrow else l * shrink + p.sum(axis=1)
-    return top, l, shrink, p
-
-
-def _in_units(weights: Any, shape: GpuShape) -> tuple[Any, Any]:
-    """(weights by their largest, which for each query): float16 has no room for every scale.
-
-    What lies below 1e-30 is left there, so that what stands in sums is not made infinite by it.
-    """
-    of_query, of_key = (1, 0) if shape.narrow else (0, 1)
-    unit = jnp.maximum(weights.max(axis=of_key), 1e-30)
-    return weights / lax.broadcast_in_dim(unit, weights.shape, [of_query]), unit
-
-
-def _seen_by_any(start: Any, pos: Any, stop: Any, shape: GpuShape, layout: Any, tile: tuple[int, int]) -> Any:
-    """Which keys, the tile's rows, some query of the entry may see."""
-    key = start + plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=layout)
-    seen = key < stop
-    return seen if shape.window is None else seen & (key > pos - shape.window)
-
-
-def _clear_unseen_values(
-    values: Any, start: Any, pos: Any, stop: Any, shape: GpuShape, products: Products
-) -> None:
-    """Zeroes values that no row sees: those slots may hold NaN, and 0 * NaN is NaN.
-
-    Only the tiles at either end have such slots, so that the others do not pay for the pass.
-    """
-    unseen = start + KEYS > stop
-    if shape.window is not None:
-        unseen |= start <= pos - shape.window
-
-    @pl.when(unseen)
-    def clear() -> None:
-        tile, layout = (KEYS, shape.head_dim), products.layout(values.dtype)
-        written = _seen_by_any(start, pos, stop, shape, layout, tile)
-        kept = load(values, layout)
-        store(values, jnp.where(written, kept, jnp.zeros_like(kept)))
-        sync(products)

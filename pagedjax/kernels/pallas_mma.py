@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import CODE_WIDTHS, WIDTHS, GpuTiling, load, store, tiled
+from pagedjax.kernels.gpu_programs import CODE_WIDTHS, WIDTHS, GpuTiling, tiled
 from pagedjax.kernels.gpu_rows import (
     KEYS,
     ROWS,
@@ -30,6 +30,7 @@ from pagedjax.kernels.gpu_rows import (
     widest_shapes,
     worked_in,
 )
+from pagedjax.kernels.gpu_tile import load, store
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu  # jax before 0.12 has no `mma`, and refuses below

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pagedjax.kernels import gpu_programs, xla
-from pagedjax.kernels.gpu_programs import WIDTHS, GpuTiling, load, slab, store, tiled
+from pagedjax.kernels.gpu_programs import WIDTHS, GpuTiling, slab, tiled
 from pagedjax.kernels.gpu_rows import (
     KEYS,
     GpuShape,
@@ -27,6 +27,7 @@ from pagedjax.kernels.gpu_rows import (
     widest_shapes,
     worked_in,
 )
+from pagedjax.kernels.gpu_tile import load, store
 from pagedjax.kernels.layout import KVLayout, KVPool, RaggedBatch, compute_capability, describe_device
 
 plgpu: Any = mosaic_gpu

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedjax.cache import CopyPlan
 from pagedjax.config import SchedulerConfig
-from pagedjax.engine import Sequence, SharedPrefix, StepResult, TokenScores
+from pagedjax.engine import Sequence, SharedPrefix, StepResult
 from pagedjax.engine.shapes import SLICE, SLICE_TOKENS, Bucket, Buckets
 from pagedjax.engine.step import StepPlan
 from pagedjax.kernels import PACKAGED, KVLayout, KVPool, RaggedBatch, Tuning, native, plan_sizes
@@ -26,18 +26,19 @@ from pagedjax.kernels.products import prepare as prepare_products
 from pagedjax.models import abstract_params, forward, logits, make_decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import flat, set_leaf
-from pagedjax.runtime.asked import ON_ONE_DEVICE, Asked, AskedPrograms, Asking, ask, wants_scores
+from pagedjax.runtime.asked import ON_ONE_DEVICE, AskedPrograms, ask, wants_scores
 from pagedjax.runtime.batch import StepBatch, check_batch, pack, plan_groups, shared_prefixes
 from pagedjax.runtime.checked import StepChecks
 from pagedjax.runtime.compile_clock import CompileClock
 from pagedjax.runtime.following import Led
 from pagedjax.runtime.host_pool import BlockCopies
 from pagedjax.runtime.hosts import Channel
+from pagedjax.runtime.launched import Answered, Computed, Launched, Several, answered
 from pagedjax.runtime.mesh import ONE_DEVICE, Placement
-from pagedjax.runtime.prompt_scores import PendingScores, PromptScores, bring
+from pagedjax.runtime.prompt_scores import PromptScores
 from pagedjax.runtime.sampling import sample_tokens
 from pagedjax.runtime.settings import own_settings
-from pagedjax.runtime.slices import Slice, cut, join_scores
+from pagedjax.runtime.slices import Slice, cut
 from pagedjax.runtime.steps import StepsBatch, StepsOutput, make_steps, pack_steps
 from pagedjax.runtime.weights import check_same_shapes, deal, in_place_of, row_by_row
 
@@ -58,60 +59,6 @@ class StepOutput(NamedTuple):
     logits: Array
     hidden: Array
     drawn: Array
-
-
-class _Computed(NamedTuple):
-    """Of one call: what its samples get and scores of prompt tokens, on the device; seconds of packing and dispatch."""
-
-    asking: Asking
-    prompt: PendingScores
-    pack_s: float
-    dispatch_s: float
-
-
-class _Several(NamedTuple):
-    """Of one call for several steps: what it leaves; seconds of packing and dispatch."""
-
-    out: StepsOutput
-    pack_s: float
-    dispatch_s: float
-
-
-class _Answered(NamedTuple):
-    """Of one call that has ended: what its samples got, and scores of prompt tokens by row."""
-
-    asked: Asked
-    prompt: dict[int, TokenScores]
-    pack_s: float
-    dispatch_s: float
-
-
-@dataclass(eq=False)
-class Launched:
-    """A step that was begun.
-
-    Attributes:
-        samples: Who draws in it, in row order.
-        parts: Its calls: one, or of a deterministic step those of its slices, ended.
-        slices: What each of these computes; empty where there is one call.
-        plans, several: Of several steps their plans, and their call.
-        drawn: i32[N] on the device.
-        shared: Prefixes that are worked once.
-        started: When it was begun, on the runner's clock.
-        shared_s, copy_s, compile_s: Seconds, as in `StepResult`.
-    """
-
-    samples: list[Sequence]
-    parts: list[_Computed | _Answered]
-    slices: list[Slice]
-    drawn: Array
-    shared: tuple[SharedPrefix, ...]
-    started: float
-    shared_s: float
-    copy_s: float
-    compile_s: float
-    plans: Seq[StepPlan] = ()
-    several: _Several | None = None
 
 
 class JaxRunner:
@@ -436,9 +383,9 @@ class JaxRunner:
         copy_s = copied - started - compiling.seconds
         samples = [seq for row in plan.rows for seq in row.samples]
         shared: tuple[SharedPrefix, ...] = ()
-        parts: list[_Computed | _Answered] = []
+        parts: list[Computed | Answered] = []
         slices: list[Slice] = []
-        several: _Several | None = None
+        several: Several | None = None
         shared_s = 0.0
         if plan.rows:
             shared = self._shared(plan)
@@ -447,7 +394,7 @@ class JaxRunner:
                 slices = cut(plan, SLICE_TOKENS)
                 scored = wants_scores(samples)
                 # Each is waited for: the logits of all would be much to hold.
-                parts += [_answer(self._compute(one.plan, SLICE, (), scored, {})) for one in slices]
+                parts += [answered(self._compute(one.plan, SLICE, (), scored, {})) for one in slices]
             else:
                 drawn = {} if after is None else {seq: i for i, seq in enumerate(after.samples)}
                 bucket = self.buckets.smallest(plan)
@@ -470,51 +417,12 @@ class JaxRunner:
         )
 
     def _collect(self, step: Launched) -> StepResult:
-        parts = [part if isinstance(part, _Answered) else _answer(part) for part in step.parts]
-        prompts = [part.prompt for part in parts]
-        prompt = (
-            join_scores(zip(step.slices, prompts, strict=True))
-            if step.slices
-            else {number: scores for one in prompts for number, scores in one.items()}
-        )
-        asked = [part.asked for part in parts]
-        began, self._done_at = max(step.started, self._done_at), time.perf_counter()
-        return StepResult(
-            [token for one in asked for token in one.tokens],
-            [x for one in asked for x in one.logprobs],
-            self._done_at - began,
-            pack_s=step.shared_s + sum(part.pack_s for part in parts),
-            dispatch_s=sum(part.dispatch_s for part in parts),
-            copy_s=step.copy_s,
-            compile_s=step.compile_s,
-            ranks=[rank for one in asked for rank in one.ranks],
-            top_ids=_stacked([one.top_ids for one in asked]),
-            top_logprobs=_stacked([one.top_logprobs for one in asked]),
-            prompt=prompt,
-            shared=step.shared,
-        )
+        result, self._done_at = step.wait(self._done_at)
+        return result
 
     def _collect_several(self, step: Launched) -> list[StepResult]:
-        several = step.several
-        assert several is not None
-        tokens, taken = np.asarray(several.out.tokens), int(np.asarray(several.out.taken))
-        began, self._done_at = max(step.started, self._done_at), time.perf_counter()
-        number = {seq: i for i, seq in enumerate(step.samples)}
-        share = 1 / max(taken, 1)  # all rows may have ended before
-        once = step.copy_s, step.compile_s  # the first step's
-        return [
-            StepResult(
-                tokens[i, [number[row.seq] for row in plan.rows]].tolist(),
-                [],
-                (self._done_at - began - sum(once)) * share + sum(first),
-                pack_s=(step.shared_s + several.pack_s) * share,
-                dispatch_s=several.dispatch_s * share,
-                copy_s=first[0],
-                compile_s=first[1],
-                shared=step.shared,
-            )
-            for i, (plan, first) in enumerate(zip(step.plans, [once] + [(0.0, 0.0)] * len(step.plans)))
-        ]
+        results, self._done_at = step.wait_for_several(self._done_at)
+        return results
 
     def _compute_several(
         self,
@@ -522,7 +430,7 @@ class JaxRunner:
         bucket: Bucket,
         shared: tuple[SharedPrefix, ...],
         drawn: Mapping[Sequence, int],
-    ) -> _Several:
+    ) -> Several:
         """Begin one call for several steps."""
         began = time.perf_counter()
         first = self._pack(plans[0], bucket, shared=shared, drawn=drawn)
@@ -540,7 +448,7 @@ class JaxRunner:
         out.tokens.copy_to_host_async()
         out.taken.copy_to_host_async()
         dispatch_s = time.perf_counter() - packed - (self._compiling.seconds - before)
-        return _Several(out, packed - began, dispatch_s)
+        return Several(out, packed - began, dispatch_s)
 
     def _compute(
         self,
@@ -549,7 +457,7 @@ class JaxRunner:
         shared: tuple[SharedPrefix, ...],
         scored: bool | None,
         drawn: Mapping[Sequence, int],
-    ) -> _Computed:
+    ) -> Computed:
         """Begin one call of a program, and what its samples' requests ask for."""
         compiling = self._compiling
         began = time.perf_counter()
@@ -572,7 +480,7 @@ class JaxRunner:
             scored,
         )
         prompt = self.prompt_scores.of(plan, self._params, out.hidden, compiling)
-        return _Computed(asking, prompt, packed - began, dispatch_s)
+        return Computed(asking, prompt, packed - began, dispatch_s)
 
     @own_settings()
     def recover(self) -> bool:
@@ -713,16 +621,6 @@ class JaxRunner:
             if self.on_compile is not None:
                 self.on_compile(bucket)
             self._compiled.add((bucket, grouped, several))
-
-
-def _answer(part: _Computed) -> _Answered:
-    return _Answered(part.asking.answer(), bring(part.prompt), part.pack_s, part.dispatch_s)
-
-
-def _stacked(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """The rows of all of them; None where there are none."""
-    some = [part for part in parts if part is not None]
-    return np.concatenate(some) if some else None
 
 
 def _beside_linear(model: ModelConfig, dtype: np.dtype) -> str:

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pagedjax.kernels import KVLayout, aot, gpu_programs, paged_attention, pallas_mma, pallas_mosaic
+from pagedjax.kernels import KVLayout, aot, gpu_programs, gpu_tile, paged_attention, pallas_mma, pallas_mosaic
 from pagedjax.kernels.gpu_programs import tiles_behind
 from pagedjax.kernels.gpu_rows import GpuShape, device_programs, widest_shapes
 
@@ -107,7 +107,7 @@ def test_codes_are_widened_with_and_without_an_instruction_for_it(narrow_floats)
     products = pallas_mma._Mma(False, 163 << 10, narrow_floats, TILING)
     codes = np.arange(256, dtype=np.uint8).view(np.int8)
     for kind, dtype in (("int8", jnp.bfloat16), ("fp8_e4m3", jnp.bfloat16), ("fp8_e4m3", jnp.float16)):
-        ours = np.asarray(gpu_programs.widened(jnp.asarray(codes), kind, products, dtype), np.float32)
+        ours = np.asarray(gpu_tile.widened(jnp.asarray(codes), kind, products, dtype), np.float32)
         theirs = codes if kind == "int8" else codes.view(ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(ours, theirs.astype(np.float32))
 

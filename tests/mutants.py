@@ -706,9 +706,8 @@ def main(mutants: Sequence[Mutant]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
         shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(
-            ROOT / "configs", folder / PACKAGE.name / "shipped" / "configs"
-        )  # as an installed package has it
+        for shipped in ("configs", "experiments"):  # as an installed package has them
+            shutil.copytree(ROOT / shipped, folder / PACKAGE.name / "shipped" / shipped)
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         status, printed = run_tests(folder, tests)
         if status != 0:
